@@ -1,0 +1,221 @@
+"""Attention in plain torch over a paged KV cache; the CPU data plane.
+
+Slots are token-major, ``[num_blocks * block_size, kv_heads, head_dim]`` a layer, so
+that a run of consecutive blocks is a view: the common case of a prompt's prefix costs
+no gather. K and V of a step are written before attention, so rows may read blocks
+that other rows of the same step fill.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tiny_vllm.attention.metadata import AttentionBatch
+from tiny_vllm.attention.torch_plan import (
+    CausalItem,
+    Index,
+    PlanBuilder,
+    RunItem,
+    TailItem,
+    TorchPlan,
+    WindowItem,
+)
+from tiny_vllm.config import ModelConfig
+from tiny_vllm.layers.decoder_layer import Attend
+from tiny_vllm.ops.attention import attention_with_lse, merge_partials
+from tiny_vllm.protocol import KvBytes
+
+
+def _take(x: Tensor, index: Index) -> Tensor:
+    return x[index] if isinstance(index, slice) else x.index_select(0, index)
+
+
+def _put(x: Tensor, index: Index, values: Tensor) -> None:
+    if isinstance(index, slice):
+        x[index].copy_(values)
+    else:
+        x.index_copy_(0, index, values.to(x.dtype))
+
+
+@dataclass(slots=True)
+class _Parts:
+    """Partial results of a layer, flat over [parts x T]."""
+
+    out: Tensor  # [parts * T, kv_heads, group, head_dim]
+    lse: Tensor  # float32 [parts * T, kv_heads, group]
+
+    def put(self, index: Index, out: Tensor, lse: Tensor) -> None:
+        _put(self.out, index, out)
+        _put(self.lse, index, lse)
+
+
+class TorchAttention:
+    """The torch backend. ``share=False`` is its per-request twin.
+
+    Args:
+        config: shape of the model.
+        num_blocks, block_size: size of the KV pool.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        share: bool = True,
+    ) -> None:
+        self._config, self._block_size, self._share = config, block_size, share
+        self._dtype, self._device = dtype, device
+        self._group = config.num_heads // config.num_kv_heads
+        self._scale = config.head_dim**-0.5
+        # Zeros, not empty: padded slots are masked, and 0 x NaN would not be.
+        shape = (num_blocks * block_size, config.num_kv_heads, config.head_dim)
+        layers = range(config.num_layers)
+        self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
+        self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
+
+    def plan(self, batch: AttentionBatch) -> tuple[Attend, KvBytes]:
+        """Plan a step; returns what the decoder calls once a layer."""
+        builder = PlanBuilder(batch, self._block_size, self._dtype)
+        plan = builder.build(self._share)
+        longest = int((batch.num_computed + batch.query_lens).max())
+        window = self._config.sliding_window
+        if window is not None and longest > window:
+            plan.windows = builder.build_windows(window)
+        self._to_device(plan)
+        per_token = self._config.kv_bytes_per_token(str(self._dtype).split(".")[-1])
+        logical = int((batch.num_computed + batch.query_lens).sum())
+        return _Step(self, plan).attend, KvBytes(logical * per_token, plan.tokens_read * per_token)
+
+    def _to_device(self, plan: TorchPlan) -> None:
+        if self._device.type == "cpu":
+            return
+
+        def move(index: Index) -> Index:
+            return index if isinstance(index, slice) else index.to(self._device)
+
+        plan.slot_mapping = move(plan.slot_mapping)
+        for run in plan.runs:
+            run.tokens, run.parts = move(run.tokens), move(run.parts)
+            run.slots = move(run.slots)
+        for tail in plan.tails:
+            tail.tokens, tail.parts = move(tail.tokens), move(tail.parts)
+            tail.blocks = tail.blocks.to(self._device)
+            tail.mask = None if tail.mask is None else tail.mask.to(self._device)
+        for item in plan.windows:
+            item.blocks, item.mask = item.blocks.to(self._device), item.mask.to(self._device)
+
+    def write(self, layer: int, slots: Index, k: Tensor, v: Tensor) -> None:
+        """Store K and V [T, kv_heads, head_dim] of a step."""
+        _put(self._keys[layer], slots, k)
+        _put(self._values[layer], slots, v)
+
+    def read(self, layer: int, slots: Index, length: int) -> tuple[Tensor, Tensor]:
+        """K and V of a slice of slots (a view) or of blocks (gathered), [length, ...]."""
+        keys, values = self._keys[layer], self._values[layer]
+        if isinstance(slots, slice):
+            return keys[slots], values[slots]
+        return self._gather(keys, slots)[:length], self._gather(values, slots)[:length]
+
+    def _gather(self, cache: Tensor, blocks: Tensor) -> Tensor:
+        rows = cache.view(-1, self._block_size, *cache.shape[1:]).index_select(0, blocks)
+        return rows.view(-1, *cache.shape[1:])
+
+    def run_item(self, layer: int, item: RunItem, q: Tensor, parts: _Parts) -> None:
+        """Tokens x one run: the query rows of a KV head are folded into one matrix."""
+        k, v = self.read(layer, item.slots, item.length)
+        n, group = item.num_tokens, self._group
+        rows = _take(q, item.tokens).transpose(0, 1)  # [kv_heads, n, group, head_dim]
+        folded = rows.reshape(1, -1, n * group, rows.shape[-1])
+        out, lse = attention_with_lse(
+            folded, k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0), self._scale
+        )
+        out = out.view(-1, n, group, out.shape[-1]).transpose(0, 1)
+        parts.put(item.parts, out, lse.view(-1, n, group).transpose(0, 1))
+
+    def run_tails(self, layer: int, item: TailItem, q: Tensor, parts: _Parts) -> None:
+        """Private tails of many rows as one padded batch."""
+        shape = (item.num_rows, item.length, *self._keys[layer].shape[1:])
+        k = self._gather(self._keys[layer], item.blocks).view(shape)
+        v = self._gather(self._values[layer], item.blocks).view(shape)
+        out, lse = attention_with_lse(
+            _take(q, item.tokens), k.transpose(1, 2), v.transpose(1, 2), self._scale, mask=item.mask
+        )
+        parts.put(item.parts, out, lse)
+
+    def run_causal(self, item: CausalItem, q: Tensor, k: Tensor, v: Tensor, parts: _Parts) -> None:
+        """A chunk against itself."""
+        rows = q[item.tokens].flatten(1, 2).transpose(0, 1).unsqueeze(0)
+        keys = k[item.tokens].transpose(0, 1).unsqueeze(0)
+        values = v[item.tokens].transpose(0, 1).unsqueeze(0)
+        out, lse = attention_with_lse(rows, keys, values, self._scale, causal=True)
+        n, group = rows.shape[2], self._group
+        parts.put(
+            item.parts,
+            out[0].transpose(0, 1).unflatten(1, (-1, group)),
+            lse[0].transpose(0, 1).reshape(n, -1, group),
+        )
+
+    def run_window(self, layer: int, item: WindowItem, q: Tensor, out: Tensor) -> None:
+        """One row under a sliding window."""
+        keep = slice(item.offset, item.offset + item.length)
+        k = self._gather(self._keys[layer], item.blocks)[keep]
+        v = self._gather(self._values[layer], item.blocks)[keep]
+        rows = q[item.tokens].transpose(0, 1).unsqueeze(0)
+        result, _ = attention_with_lse(
+            rows,
+            k.transpose(0, 1).unsqueeze(0),
+            v.transpose(0, 1).unsqueeze(0),
+            self._scale,
+            mask=item.mask[None, None],
+        )
+        out[item.tokens] = result[0].transpose(0, 1)
+
+    def uses_window(self, layer: int, plan: TorchPlan) -> bool:
+        """True when the window of this layer hides something in this step."""
+        return bool(plan.windows) and self._config.layer_window(layer) is not None
+
+
+class _Step:
+    """One step of a backend: its plan and the buffers all layers share."""
+
+    def __init__(self, backend: TorchAttention, plan: TorchPlan) -> None:
+        self._backend, self._plan = backend, plan
+        self._parts: _Parts | None = None
+
+    def _buffers(self, q: Tensor) -> _Parts:
+        if self._parts is None:
+            rows = self._plan.num_parts * self._plan.num_tokens
+            out = torch.empty((rows, *q.shape[1:]), dtype=q.dtype, device=q.device)
+            lse = torch.empty((rows, *q.shape[1:3]), dtype=torch.float32, device=q.device)
+            if self._plan.sparse:
+                out.zero_()
+                lse.fill_(-torch.inf)
+            self._parts = _Parts(out, lse)
+        return self._parts
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, heads, head_dim], k and v [T, kv_heads, head_dim] -> like q."""
+        backend, plan = self._backend, self._plan
+        backend.write(layer, plan.slot_mapping, k, v)
+        if backend.uses_window(layer, plan):
+            out = torch.empty_like(q)
+            for window in plan.windows:
+                backend.run_window(layer, window, q, out)
+            return out
+        grouped = q.unflatten(1, (k.shape[1], -1))  # [T, kv_heads, group, head_dim]
+        parts = self._buffers(grouped)
+        for run in plan.runs:
+            backend.run_item(layer, run, grouped, parts)
+        for tail in plan.tails:
+            backend.run_tails(layer, tail, grouped, parts)
+        for causal in plan.causal:
+            backend.run_causal(causal, grouped, k, v, parts)
+        shape = (plan.num_parts, plan.num_tokens)
+        return merge_partials(
+            parts.out.view(*shape, *q.shape[1:]), parts.lse.view(*shape, q.shape[1])
+        )

@@ -1,0 +1,260 @@
+"""From the files of a run folder to its summary: a pure function, no clock, no device.
+
+Measured numbers are medians over the repeats of a variant; quotients are formed from
+those medians; every repeat is kept beside them.
+"""
+
+import hashlib
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tiny_vllm import metrics
+from tiny_vllm.bench.folder import RunData
+from tiny_vllm.bench.records import RequestRecord
+from tiny_vllm.metrics import Peaks, run_roofline
+from tiny_vllm.protocol import EngineInfo, StepRecord
+
+SCHEMA = "tiny-vllm.bench/1"
+RANDOM_HIT_LIMIT = 0.01  # hits of a workload whose prompts share nothing
+LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
+SCALARS = (
+    *("wall_s", "prefill_s", "decode_s", "throughput_tok_s", "tpot_e2e_ms", "tpot_decode_ms"),
+    *("prefill_tok_s", "peak_memory_bytes", "peak_memory_kind"),
+)
+CACHE = (
+    *("block_hit_rate", "token_hit_rate"),
+    *("cached_tokens", "computed_tokens", "recomputed_tokens"),
+)
+ROOFLINE = ("floor_s", "mbu", "mfu", "share", "impossible")
+
+
+def summarize(data: RunData) -> dict[str, Any]:
+    """The content of summary.json (section 7 of the design, with additions)."""
+    manifest = data.manifest
+    variants = [_variant(data, entry) for entry in manifest["variants"]]
+    done = [v for v in variants if not v.get("error")]
+    base = _base(manifest["variants"], done)
+    others = [v for v in done if base is not None and v is not base]
+    summary = {key: manifest[key] for key in ("workload", "model", "seed", "cache_at_start")}
+    first = done[0] if done else {}
+    return {
+        "schema": SCHEMA,
+        **summary,
+        "device": first.get("device"),
+        "dtype": first.get("dtype"),
+        "device_name": first.get("device_name"),
+        "status": manifest["status"],
+        "scale": manifest["scale"],
+        "repeats": manifest["repeats"],
+        "max_num_seqs": manifest["engine"].get("max_num_seqs"),
+        "variants": variants,
+        "speedup": {
+            f"{v['name']}/{base['name']}": metrics.ratio(base["wall_s"], v["wall_s"])
+            for v in others
+            if base
+        },
+        "outputs_match": {
+            f"{v['name']}/{base['name']}": _match(data, v["name"], base["name"])
+            for v in others
+            if base
+        },
+        "notes": list(manifest["notes"]),
+        "warnings": _warnings(manifest, done),
+    }
+
+
+def _base(entries: Sequence[Mapping[str, Any]], done: list[dict[str, Any]]) -> Any:
+    """What others are compared with: the first finished baseline, else the first one."""
+    origins = {entry["name"] for entry in entries if entry["engine"] == "origin"}
+    return next((v for v in done if v["name"] in origins), done[0] if done else None)
+
+
+def _variant(data: RunData, entry: Mapping[str, Any]) -> dict[str, Any]:
+    name = entry["name"]
+    runs = [run for run in data.manifest["runs"] if run["variant"] == name]
+    error = next((run["error"] for run in runs if "error" in run), None)
+    if error is None and len(runs) < data.manifest["repeats"]:
+        error = "interrupted before it finished"
+    good = [run for run in runs if "error" not in run]
+    if not good:
+        return _empty(data, entry, error or "not run")
+    repeats = [_repeat(data, run) for run in good]
+    summary = _with_quotients(median_of(repeats))
+    info = good[0]["info"]
+    result = {
+        "name": name,
+        "engine": entry["engine"],
+        "config": {**info["config"]},
+        "reasons": info["reasons"],
+        "device": info["device"],
+        "dtype": info["dtype"],
+        "device_name": good[0]["environment"].get("device_name"),
+        **summary,
+        "outputs_sha256": repeats[0]["outputs_sha256"],
+        "outputs_stable": len({r["outputs_sha256"] for r in repeats}) == 1,
+        "repeats": repeats,
+    }
+    return result if error is None else {**result, "error": error}
+
+
+def _empty(data: RunData, entry: Mapping[str, Any], error: str) -> dict[str, Any]:
+    """A variant that gave no result: all keys of a good one, with null for numbers."""
+    count = data.manifest["num_requests"]
+    nothing = dict.fromkeys(("mean", "p50", "p90", "p99"))
+    return {
+        "name": entry["name"],
+        "engine": entry["engine"],
+        "error": error,
+        "config": entry["config"],
+        "requests": count,
+        "failed": count,
+        "prompt_tokens": 0,
+        "generated_tokens": 0,
+        **dict.fromkeys(SCALARS),
+        **dict.fromkeys(LATENCIES, nothing),
+        "cache": dict.fromkeys(CACHE),
+        "kv_bytes": dict.fromkeys(("logical", "physical")),
+        "roofline": dict.fromkeys(ROOFLINE),
+        "outputs_sha256": None,
+        "repeats": [],
+    }
+
+
+def _repeat(data: RunData, run: Mapping[str, Any]) -> dict[str, Any]:
+    key = (run["variant"], run["repeat"])
+    requests, steps = data.requests.get(key, []), data.steps.get(key, [])
+    info = EngineInfo(**run["info"])
+    good = [r for r in requests if not r.failed]
+    times = metrics.step_times(steps)
+    return {
+        "requests": len(requests),
+        "failed": len(requests) - len(good),
+        "prompt_tokens": sum(r.prompt_tokens for r in good),
+        "generated_tokens": sum(len(r.output_token_ids) for r in good),
+        "wall_s": run["wall_s"],
+        "prefill_s": times.prefill_s,
+        "decode_s": times.decode_s,
+        "decoded_tokens": times.decoded_tokens,
+        **_latencies(good),
+        "peak_memory_bytes": run["peak_memory"]["num_bytes"],
+        "peak_memory_kind": run["peak_memory"]["kind"],
+        "cache": _cache(run["ledger"]),
+        "kv_bytes": {
+            "logical": sum(s.kv_bytes.logical for s in steps),
+            "physical": sum(s.kv_bytes.physical for s in steps),
+        },
+        "roofline": _roofline(run, steps, info),
+        "build_s": run["build_s"],
+        "warmup_s": run["warmup_s"],
+        "outputs_sha256": _outputs_sha256(requests),
+    }
+
+
+def _latencies(requests: Sequence[RequestRecord]) -> dict[str, metrics.Distribution]:
+    """TTFT, TPOT, ITL and E2EL in milliseconds; ITL pools the gaps of all requests."""
+    pooled = [gap for r in requests for gap in metrics.itl_s(r.token_times)]
+    return {
+        "ttft_ms": _ms([metrics.ttft_s(r.arrival, r.token_times) for r in requests]),
+        "tpot_ms": _ms([metrics.tpot_s(r.token_times) for r in requests]),
+        "itl_ms": _ms(pooled),
+        "e2el_ms": _ms([metrics.e2el_s(r.arrival, r.token_times) for r in requests]),
+    }
+
+
+def _ms(seconds: Sequence[float | None]) -> metrics.Distribution:
+    return metrics.distribution([None if s is None else s * 1e3 for s in seconds])
+
+
+def _cache(ledger: Mapping[str, int]) -> dict[str, Any]:
+    cached, prompt = ledger["cached_tokens"], ledger["prompt_tokens"]
+    return {
+        "block_hit_rate": metrics.block_hit_rate(ledger["blocks_found"], ledger["blocks_asked"]),
+        "token_hit_rate": metrics.token_hit_rate(cached, prompt),
+        "cached_tokens": cached,
+        "computed_tokens": ledger["computed_tokens"],
+        "recomputed_tokens": ledger["recomputed_tokens"],
+    }
+
+
+def _roofline(
+    run: Mapping[str, Any], steps: Sequence[StepRecord], info: EngineInfo
+) -> dict[str, Any]:
+    if not run.get("peaks"):
+        return dict.fromkeys(ROOFLINE)
+    limit = run_roofline(steps, info, Peaks(**run["peaks"]), run["wall_s"])
+    return {key: getattr(limit, key) for key in ROOFLINE}
+
+
+def _outputs_sha256(requests: Sequence[RequestRecord]) -> str:
+    rows = [r.output_token_ids for r in requests]
+    return hashlib.sha256(json.dumps(rows, separators=(",", ":")).encode()).hexdigest()
+
+
+def median_of(values: Sequence[Any]) -> Any:
+    """Median of numbers, key by key through dictionaries; flags are true if one is; other
+    things (text, None) are taken from the first value."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: median_of([v[key] for v in values]) for key in first}
+    if isinstance(first, bool):
+        return any(values)
+    numbers = [v for v in values if isinstance(v, (int, float))]
+    if not isinstance(first, (int, float)) or len(numbers) < len(values):
+        return first
+    middle = statistics.median(numbers)
+    return int(middle) if isinstance(first, int) and middle == int(middle) else middle
+
+
+def _with_quotients(row: dict[str, Any]) -> dict[str, Any]:
+    """Add throughput, both TPOTs and the prefill rate, formed from the row's own numbers."""
+    tokens = row["generated_tokens"]
+    return {
+        **row,
+        "throughput_tok_s": metrics.throughput_tok_s(tokens, row["wall_s"]),
+        "tpot_e2e_ms": metrics.tpot_e2e_ms(row["wall_s"], tokens),
+        "tpot_decode_ms": metrics.tpot_decode_ms(row["decode_s"], row["decoded_tokens"]),
+        "prefill_tok_s": metrics.prefill_tok_s(row["cache"]["computed_tokens"], row["prefill_s"]),
+    }
+
+
+def _match(data: RunData, name: str, base: str) -> dict[str, Any]:
+    """Compare the first repeats token by token; the first divergence is in trace order."""
+    ours, theirs = data.requests.get((name, 0), []), data.requests.get((base, 0), [])
+    divergences = [
+        {"request": a.request_id, "position": position}
+        for a, b in zip(ours, theirs, strict=True)
+        if (position := first_divergence(a.output_token_ids, b.output_token_ids)) is not None
+    ]
+    return {
+        "equal": not divergences,
+        "first_divergence": divergences[0] if divergences else None,
+        "equal_requests": len(ours) - len(divergences),
+        "requests": len(ours),
+    }
+
+
+def first_divergence(left: Sequence[int], right: Sequence[int]) -> int | None:
+    """First position where two outputs differ (also by ending), None when equal."""
+    for position, (a, b) in enumerate(zip(left, right, strict=False)):
+        if a != b:
+            return position
+    return None if len(left) == len(right) else min(len(left), len(right))
+
+
+def _warnings(manifest: Mapping[str, Any], done: Sequence[Mapping[str, Any]]) -> list[str]:
+    found = []
+    for variant in done:
+        rate, name = variant["cache"]["token_hit_rate"] or 0.0, variant["name"]
+        if manifest["is_random"] and rate > RANDOM_HIT_LIMIT:
+            found.append(
+                f"{name}: {rate:.1%} of a random workload came from the cache; it should be 0"
+            )
+        if variant["roofline"]["impossible"]:
+            found.append(f"{name}: faster than the physical floor of this machine; do not believe")
+        if variant["failed"]:
+            found.append(f"{name}: {variant['failed']} of {variant['requests']} requests failed")
+        if not variant["outputs_stable"]:
+            found.append(f"{name}: the outputs differ between repeats")
+    return found

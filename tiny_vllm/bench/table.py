@@ -1,0 +1,134 @@
+"""What `bench` prints for people, made from the summary alone."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+NONE = "–"
+MIN_WIDTH = 140  # of the tables when the output is not a terminal
+Row = Mapping[str, Any]
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return NONE if value is None else f"{value:{form}}{unit}"
+
+
+def _percent(value: float | None) -> str:
+    return NONE if value is None else f"{100 * value:.1f} %"
+
+
+def hit_rate(variant: Row) -> str:
+    """Token hit rate, `N/A` for an engine that looks nothing up."""
+    cache = variant["cache"]
+    if cache["block_hit_rate"] is None and not cache["cached_tokens"]:
+        return "N/A"
+    return _percent(cache["token_hit_rate"])
+
+
+def _memory(variant: Row) -> str:
+    size = variant["peak_memory_bytes"]
+    return NONE if size is None else f"{size / 2**20:.0f} MiB {variant['peak_memory_kind']}"
+
+
+def _roofline(variant: Row) -> str:
+    limit = variant["roofline"]
+    if limit["impossible"]:
+        return "IMPOSSIBLE"
+    return _percent(limit["share"])
+
+
+def _build(variant: Row) -> str:
+    if variant.get("error"):
+        return "failed"
+    return f"{variant['engine']} {variant['dtype']}"
+
+
+def _requests(variant: Row) -> str:
+    failed = variant["failed"]
+    return f"{variant['requests']}" + (f" ({failed} failed)" if failed else "")
+
+
+# the reference's table, column for column
+MAIN: Mapping[str, Callable[[Row], str]] = {
+    "scenario": lambda v: v["name"],
+    "build": _build,
+    "generated tokens": lambda v: str(v["generated_tokens"]),
+    "run time": lambda v: _number(v["wall_s"] and 1e3 * v["wall_s"], ",.1f", " ms"),
+    "throughput": lambda v: _number(v["throughput_tok_s"], ",.1f", " tok/s"),
+    "TPOT end-to-end": lambda v: _number(v["tpot_e2e_ms"], ".4g", " ms/tok"),
+    "TPOT decode-only": lambda v: _number(v["tpot_decode_ms"], ".4g", " ms/tok"),
+    "KV-cache hit rate": hit_rate,
+}
+MORE: Mapping[str, Callable[[Row], str]] = {
+    "scenario": lambda v: v["name"],
+    "requests": _requests,
+    "prefill time": lambda v: _number(v["prefill_s"] and 1e3 * v["prefill_s"], ",.1f", " ms"),
+    "peak memory": _memory,
+    "TTFT p50 / p99": lambda v: (
+        f"{_number(v['ttft_ms']['p50'], ',.0f')} / {_number(v['ttft_ms']['p99'], ',.0f', ' ms')}"
+    ),
+    "TPOT p50": lambda v: _number(v["tpot_ms"]["p50"], ".4g", " ms"),
+    "ITL p99": lambda v: _number(v["itl_ms"]["p99"], ",.1f", " ms"),
+    "roofline": _roofline,
+    "MBU / MFU": lambda v: f"{_percent(v['roofline']['mbu'])} / {_percent(v['roofline']['mfu'])}",
+}
+
+
+def _table(columns: Mapping[str, Callable[[Row], str]], variants: list[Row]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    for number, title in enumerate(columns):
+        table.add_column(title, justify="left" if number < 2 else "right")
+    for variant in variants:
+        table.add_row(*(cell(variant) for cell in columns.values()))
+    return table
+
+
+def _match_line(pair: str, match: Row) -> str:
+    if match["equal"]:
+        return f"outputs {pair}: equal, token for token ({match['requests']} requests)"
+    first = match["first_divergence"]
+    return (
+        f"outputs {pair}: {match['equal_requests']} of {match['requests']} requests equal; "
+        f"first divergence in request {first['request']} at token {first['position']}"
+    )
+
+
+def lines(summary: Row) -> list[str]:
+    """Everything below the tables, one fact a line."""
+    found = [
+        f"speedup {pair}: {_number(value, '.2f', 'x')}"
+        for pair, value in summary["speedup"].items()
+    ]
+    found += [_match_line(*item) for item in summary["outputs_match"].items()]
+    found.append(
+        f"medians of {summary['repeats']} run(s); prefix cache {summary['cache_at_start']} at "
+        f"the start; max_num_seqs={summary['max_num_seqs']} for every variant"
+    )
+    if summary["scale"] != 1:
+        found.append(f"scale={summary['scale']}: all lengths of the workload are shrunk")
+    found += [f"note: {note}" for note in summary["notes"]]
+    found += [f"WARNING: {warning}" for warning in summary["warnings"]]
+    found += [f"FAILED {v['name']}: {v['error']}" for v in summary["variants"] if v.get("error")]
+    if summary["status"] != "complete":
+        found.append(f"this run is {summary['status']}")
+    return found
+
+
+def print_summary(summary: Row, console: Console | None = None) -> None:
+    """Print tables and lines; a pipe gets tables wide enough not to wrap."""
+    console = console or Console()
+    if not console.is_terminal:
+        console = Console(file=console.file, width=MIN_WIDTH)
+    where = f"{summary['device_name'] or '?'} ({summary['device'] or 'no device'})"
+    console.print(
+        f"workload {summary['workload']}, model {summary['model']}, {where}, "
+        f"seed {summary['seed']}",
+        highlight=False,
+    )
+    for columns in (MAIN, MORE):
+        console.print(_table(columns, summary["variants"]))
+    for line in lines(summary):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

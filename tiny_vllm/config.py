@@ -1,0 +1,276 @@
+"""Frozen configuration. Unknown keys raise with the nearest match; `resolve` makes each
+"auto" concrete and records why. Stdlib only.
+"""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from tiny_vllm.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+POSITIVE_SETTINGS = (
+    "max_model_len",
+    "block_size",
+    "num_blocks",
+    "kv_cache_memory_bytes",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+    "num_threads",
+)
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_T = TypeVar("_T")
+
+
+def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
+    """Raise ConfigError unless ``value`` is one of ``choices``; names the nearest."""
+    options = list(choices)
+    if value not in options:
+        near = difflib.get_close_matches(str(value), [str(o) for o in options], 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{name}={value!r} is not one of {', '.join(map(str, options))}{hint}")
+
+
+def from_mapping(cls: type[_T], values: Mapping[str, Any]) -> _T:
+    """Build a config dataclass from keywords; an unknown key names its nearest match."""
+    names = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+    for key in values:
+        if key not in names:
+            near = difflib.get_close_matches(key, names, 1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
+            raise ConfigError(f"unknown {cls.__name__} key {key!r}{hint}")
+    return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Frequency scaling of rotary embeddings: none, `linear`, or `llama3` (Llama 3.1 paper)."""
+
+    kind: str  # "linear" | "llama3"
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Shape of a dense decoder; the flags cover the supported families.
+
+    Attributes:
+        sliding_window: tokens a query may look back (itself included), None = all.
+        num_full_attention_layers: the first layers that ignore ``sliding_window``
+            (Qwen2's ``max_window_layers``).
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    num_full_attention_layers: int = 0
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: str = "bfloat16"  # the checkpoint's own
+
+    def layer_window(self, layer: int) -> int | None:
+        """Sliding window of a layer, None for full attention."""
+        return None if layer < self.num_full_attention_layers else self.sliding_window
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Bytes of K and V of one token in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Settings of the extended engine. Fields named as in vLLM mean the same thing.
+
+    None or "auto" is made concrete by `resolve`; ``reasons`` then says why.
+    """
+
+    model: str = "smollm2-135m"
+    tokenizer: str | None = None
+    revision: str | None = None
+    load_format: str = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    block_size: int | None = None
+    num_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    use_cuda_graph: bool = True
+    attention: str = "forest"
+    schedule: str = "fcfs"
+    seed: int = 0
+    num_threads: int | None = None
+    debug_checks: bool = False
+    skip_tokenizer_init: bool = False
+    reasons: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        check_choice("load_format", self.load_format, ("auto", "dummy", "safetensors", "gguf"))
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("device", self.device.split(":")[0], ("auto", "cpu", "cuda"))
+        check_choice("attention", self.attention, ("forest", "per-request"))
+        check_choice("schedule", self.schedule, ("fcfs",))
+        for name in POSITIVE_SETTINGS:
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(f"{name}={value!r} must be a whole number >= 1")
+        if not 0.05 <= self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization} must be in [0.05, 1.0]"
+            )
+
+    @classmethod
+    def create(cls, **values: Any) -> "EngineConfig":
+        """Build from keywords, refusing unknown ones by name."""
+        return from_mapping(cls, values)
+
+    def replace(self, **changes: Any) -> "EngineConfig":
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, without the reasons."""
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        values.pop("reasons")
+        return values
+
+
+@dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What `resolve` needs to know of the machine; gathered by the worker."""
+
+    has_cuda: bool = False
+    cuda_reason: str = "no CUDA device"
+    cpu_bf16: bool = False  # matrix products in bf16 are native (AVX512-BF16, AMX)
+    num_cores: int = 1
+    available_memory_bytes: int = 4 << 30
+
+
+def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> EngineConfig:
+    """Make every automatic setting concrete and record the reason of each.
+
+    The number of blocks on a GPU stays None: the worker measures it after loading.
+
+    Raises:
+        ConfigError: a combination that cannot work, with both numbers.
+    """
+    out: dict[str, Any] = {}
+    why: dict[str, str] = {}
+
+    def pick(name: str, value: Any, reason: str) -> Any:
+        out[name], why[name] = value, reason
+        return value
+
+    def given(name: str) -> bool:
+        value = getattr(config, name)
+        if value is None or value == "auto":
+            return False
+        pick(name, value, "set by the user")
+        return True
+
+    _resolve_device(config, host, pick, given)
+    is_cpu = out["device"] == "cpu"
+    _resolve_dtype(model, host, is_cpu, pick, given)
+    _resolve_lengths(config, model, is_cpu, out, pick, given)
+    if not given("num_threads"):
+        pick("num_threads", host.num_cores, "all cores this process may use")
+    if is_cpu:
+        _resolve_cpu_blocks(config, model, host, out, pick, given)
+        if config.use_cuda_graph:
+            pick("use_cuda_graph", False, "no effect on cpu: CUDA graphs need a GPU")
+    return config.replace(**out, reasons=why)
+
+
+def _resolve_device(config: EngineConfig, host: HostFacts, pick: Any, given: Any) -> None:
+    if given("device"):
+        if config.device.startswith("cuda") and not host.has_cuda:
+            raise ConfigError(
+                f"device={config.device!r} cannot be used: {host.cuda_reason}; use --device cpu"
+            )
+    elif host.has_cuda:
+        pick("device", "cuda", "a CUDA device is usable")
+    else:
+        pick("device", "cpu", host.cuda_reason)
+
+
+def _resolve_dtype(
+    model: ModelConfig, host: HostFacts, is_cpu: bool, pick: Any, given: Any
+) -> None:
+    if given("dtype"):
+        return
+    if is_cpu and not host.cpu_bf16:
+        pick("dtype", "float32", "this CPU has no native bf16 matrix product")
+    elif is_cpu or model.dtype == "float32":
+        pick("dtype", "bfloat16", "half the bytes of float32, native on this device")
+    else:
+        pick("dtype", model.dtype, "the checkpoint's own")
+
+
+def _resolve_lengths(
+    config: EngineConfig, model: ModelConfig, is_cpu: bool, out: Any, pick: Any, given: Any
+) -> None:
+    limit = model.max_position_embeddings
+    if not given("max_model_len"):
+        pick("max_model_len", limit, "the model's max_position_embeddings")
+    elif config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is above the model's "
+            f"max_position_embeddings={limit}; lower it"
+        )
+    if not given("block_size"):
+        pick("block_size", 32 if is_cpu else 64, "measured default of this device")
+    if not given("max_num_seqs"):
+        pick("max_num_seqs", 64 if is_cpu else 256, "default of this device")
+    max_len = out["max_model_len"]
+    if not given("max_num_batched_tokens"):
+        budget, reason = (512, "measured default on cpu") if is_cpu else (8192, "default on cuda")
+        if not config.enable_chunked_prefill and budget < max_len:
+            budget, reason = max_len, "whole prompts must fit a step without chunked prefill"
+        pick("max_num_batched_tokens", budget, reason)
+    elif not config.enable_chunked_prefill and out["max_num_batched_tokens"] < max_len:
+        raise ConfigError(
+            f"max_num_batched_tokens={config.max_num_batched_tokens} is below "
+            f"max_model_len={max_len}; without chunked prefill a whole prompt must fit one step"
+        )
+
+
+def _resolve_cpu_blocks(
+    config: EngineConfig, model: ModelConfig, host: HostFacts, out: Any, pick: Any, given: Any
+) -> None:
+    if given("num_blocks"):
+        return
+    block_bytes = model.kv_bytes_per_token(out["dtype"]) * out["block_size"]
+    if given("kv_cache_memory_bytes"):
+        budget = out["kv_cache_memory_bytes"]
+    else:
+        budget = min(1 << 30, host.available_memory_bytes // 4)
+        pick("kv_cache_memory_bytes", budget, "1 GiB or a quarter of the available memory")
+    if budget < block_bytes:
+        raise ConfigError(
+            f"kv_cache_memory_bytes={budget} holds no block: one block of {out['block_size']} "
+            f"tokens needs {block_bytes} bytes; raise it or lower block_size"
+        )
+    pick("num_blocks", budget // block_bytes, f"kv_cache_memory_bytes / {block_bytes} per block")

@@ -1,0 +1,80 @@
+"""The hash chain of a request's full blocks: H(parent, tokens), rooted in salt and adapter.
+
+Owns the binary encoding, which is stable across processes and machines. Each block is
+hashed once per request; the chain is extended as tokens arrive. Whether equal hashes
+mean equal blocks is checked by the prefix cache, not trusted here.
+"""
+
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from hashlib import blake2b
+
+from tiny_vllm.errors import InvalidRequestError
+from tiny_vllm.request import BlockHash, Request
+
+HashFn = Callable[[bytes], bytes]
+MAX_TOKEN_ID = 2**32 - 1
+
+
+def blake2b_128(data: bytes) -> bytes:
+    """BLAKE2b (RFC 7693) with a digest of 16 bytes."""
+    return blake2b(data, digest_size=16).digest()
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Token ids as little-endian uint32.
+
+    Raises:
+        InvalidRequestError: an id that is no integer in [0, 2**32).
+    """
+    try:
+        packed = array("I", token_ids)
+    except (OverflowError, TypeError) as error:
+        raise InvalidRequestError(
+            f"token ids must be integers in [0, {MAX_TOKEN_ID}]: {error}", "prompt_token_ids"
+        ) from None
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def _field(text: str | None) -> bytes:
+    if text is None:
+        return b"\x00"
+    raw = text.encode("utf-8", "surrogatepass")
+    return b"\x01" + len(raw).to_bytes(8, "little") + raw
+
+
+class HashChain:
+    """Hashes and packed tokens of one request's full blocks.
+
+    ``root`` encodes salt and adapter as separate length-prefixed fields, so that no
+    pair of values can be mistaken for another; it enters the first block's hash only.
+    """
+
+    __slots__ = ("_block_size", "_hash_fn", "root", "tokens")
+
+    def __init__(self, request: Request, block_size: int, hash_fn: HashFn) -> None:
+        self._block_size = block_size
+        self._hash_fn = hash_fn
+        self.root = _field(request.cache_salt) + _field(request.adapter)
+        self.tokens: list[bytes] = []  # per full block
+
+    def extend(self, request: Request) -> None:
+        """Hash the blocks that became full since the last call into ``request.block_hashes``.
+
+        The first call checks the tail's token ids too: a bad one is found at arrival.
+        """
+        size, done = self._block_size, len(self.tokens)
+        full = len(request.token_ids) // size
+        if full == done and done:
+            return
+        packed = pack_tokens(request.token_ids[done * size :])
+        hashes, hash_fn, step = request.block_hashes, self._hash_fn, 4 * size
+        parent = hashes[-1] if done else hash_fn(self.root)
+        for start in range(0, (full - done) * step, step):
+            chunk = packed[start : start + step]
+            parent = BlockHash(hash_fn(parent + chunk))
+            hashes.append(parent)
+            self.tokens.append(chunk)

@@ -1,0 +1,142 @@
+"""The pool of KV-cache blocks: reference counts and one free list, all O(1) per block.
+
+A block is *free* (no references, nothing worth keeping), *cached* (no references, but
+its prefix entry can still be hit) or *referenced*; free + cached + referenced = total.
+Eviction is lazy: a released block keeps its entry until it is handed out. What an entry
+means is the prefix cache's business.
+
+    free list   [ free blocks | cached: oldest tail ... | newest head ]  handed out from the left
+"""
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Union
+
+from tiny_vllm.request import BlockHash, BlockId
+
+Parent = Union["PrefixEntry", bytes]
+_by_id = attrgetter("block_id")
+
+
+class PrefixEntry:
+    """A full block's content as the prefix cache knows it, and the blocks that hold it.
+
+    ``parent`` is the entry of the block before, or the root key of a first block; it
+    outlives its children, because who holds a child holds the parent and lets go of it later.
+    """
+
+    __slots__ = ("block_hash", "blocks", "parent", "tokens")
+
+    def __init__(self, block_hash: BlockHash, parent: Parent, tokens: bytes) -> None:
+        self.block_hash = block_hash
+        self.parent = parent
+        self.tokens = tokens  # uint32, little-endian
+        self.blocks: list[Block] = []
+
+
+class Block:
+    """One physical block; ``prev`` and ``next`` link it into the free list."""
+
+    __slots__ = ("block_id", "entry", "next", "prev", "ref_count")
+
+    def __init__(self, block_id: BlockId) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.entry: PrefixEntry | None = None
+        self.prev = self
+        self.next = self
+
+
+class BlockPool:
+    """Hands out and takes back blocks.
+
+    Args:
+        num_blocks: number of physical blocks.
+        on_evict: called with a cached block about to be handed out; must clear its entry.
+    """
+
+    def __init__(self, num_blocks: int, on_evict: Callable[[Block], None]) -> None:
+        self.blocks = [Block(BlockId(i)) for i in range(num_blocks)]
+        self._on_evict = on_evict
+        self._end = Block(BlockId(-1))  # sentinel of the circular list
+        self.num_available = 0
+        self.restore_order()
+
+    def restore_order(self) -> None:
+        """Put all blocks on the free list in ascending order; none may be referenced."""
+        self._end.prev = self._end.next = self._end
+        self.num_available = 0
+        for block in self.blocks:
+            assert block.ref_count == 0, f"block {block.block_id} is referenced"
+            self._insert_before(block, self._end)
+
+    @property
+    def num_referenced(self) -> int:
+        return len(self.blocks) - self.num_available
+
+    def allocate(self, num_blocks: int) -> list[Block]:
+        """Hand out blocks in ascending id order, evicting cached ones as needed.
+
+        The order makes a run freed tail first contiguous again. The caller checks
+        ``num_available`` beforehand.
+        """
+        assert num_blocks <= self.num_available, f"{num_blocks} > {self.num_available} blocks"
+        taken, block = [], self._end.next
+        for _ in range(num_blocks):
+            if block.entry is not None:
+                self._on_evict(block)
+            block.ref_count = 1
+            taken.append(block)
+            block = block.next
+        self._end.next, block.prev = block, self._end
+        self.num_available -= num_blocks
+        taken.sort(key=_by_id)
+        return taken
+
+    def acquire(self, block: Block) -> None:
+        """Add a reference; a cached block leaves the middle of the free list."""
+        if block.ref_count == 0:
+            self._unlink(block)
+        block.ref_count += 1
+
+    def release(self, blocks: Sequence[Block]) -> None:
+        """Drop one reference of each, last first, so that tails are evicted before heads."""
+        for block in reversed(blocks):
+            block.ref_count -= 1
+            assert block.ref_count >= 0, f"block {block.block_id} released too often"
+            if block.ref_count == 0:
+                self._insert_before(block, self._end if block.entry else self._end.next)
+
+    def demote(self, block: Block) -> None:
+        """Move an unreferenced block that lost its entry to where it is handed out first."""
+        if block.ref_count == 0:
+            self._unlink(block)
+            self._insert_before(block, self._end.next)
+
+    def check(self) -> None:
+        """Raise AssertionError unless free + cached + referenced = total."""
+        listed = []
+        block = self._end.next
+        while block is not self._end:
+            assert block.next.prev is block, f"free list is torn at block {block.block_id}"
+            assert block.ref_count == 0, f"block {block.block_id} is listed and referenced"
+            listed.append(block.block_id)
+            block = block.next
+        cached = sum(self.blocks[i].entry is not None for i in listed)
+        free = len(listed) - cached
+        referenced = sum(b.ref_count > 0 for b in self.blocks)
+        total = len(self.blocks)
+        assert len(set(listed)) == len(listed) == self.num_available, "free list is torn"
+        assert free + cached + referenced == total, f"{free} + {cached} + {referenced} != {total}"
+
+    def _unlink(self, block: Block) -> None:
+        block.prev.next = block.next
+        block.next.prev = block.prev
+        self.num_available -= 1
+
+    def _insert_before(self, block: Block, place: Block) -> None:
+        block.prev = place.prev
+        block.next = place
+        place.prev.next = block
+        place.prev = block
+        self.num_available += 1

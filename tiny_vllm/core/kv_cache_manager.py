@@ -1,0 +1,196 @@
+"""Block tables of requests: look-up, allocation, publication and release.
+
+Blocks are published when their tokens are *scheduled*, so a request admitted later in
+the same step shares them (KV is written before attention in every layer). `commit` ends
+a step; `retract` takes publications back. A half-filled block is never published, and
+a shared block is never written.
+"""
+
+from collections.abc import Collection, Iterable
+from typing import NamedTuple
+
+from tiny_vllm.core.block_hash import HashFn, blake2b_128
+from tiny_vllm.core.block_pool import Block, BlockPool
+from tiny_vllm.core.prefix_cache import NoPrefixCache, PrefixCache
+from tiny_vllm.request import BlockId, Request, RequestId
+
+
+class PrefixHit(NamedTuple):
+    """What a look-up found: the blocks, their tokens, and how many blocks were asked for."""
+
+    blocks: tuple[Block, ...] = ()
+    num_tokens: int = 0
+    num_asked: int = 0
+
+
+NO_HIT = PrefixHit()
+
+
+class KVCacheManager:
+    """Owns the pool and the prefix cache.
+
+    Args:
+        num_blocks, block_size: shape of the pool; a block holds ``block_size`` tokens.
+        enable_prefix_caching: False puts the null cache in place.
+        hash_fn: bytes -> digest of the hash chain.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        hash_fn: HashFn = blake2b_128,
+    ) -> None:
+        self.block_size = block_size
+        self.cache = (PrefixCache if enable_prefix_caching else NoPrefixCache)(block_size, hash_fn)
+        self.pool = BlockPool(num_blocks, self.cache.forget)
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Blocks that can be handed out: free and cached ones."""
+        return self.pool.num_available
+
+    @property
+    def capacity(self) -> int:
+        """Tokens the whole pool holds."""
+        return len(self.pool.blocks) * self.block_size
+
+    def prepare(self, request: Request) -> None:
+        """Hash the prompt. Raises InvalidRequestError for token ids that are no uint32."""
+        self.cache.prepare(request)
+
+    def lookup(self, request: Request) -> PrefixHit:
+        """Longest cached prefix; changes nothing. Always leaves >= 1 token to compute."""
+        if not request.use_prefix_cache:
+            return NO_HIT
+        blocks = tuple(self.cache.match(request))
+        asked = self.cache.num_askable(request.num_tokens)
+        hit = PrefixHit(blocks, len(blocks) * self.block_size, asked)
+        self.after_lookup(request, hit)
+        return hit
+
+    def after_lookup(self, request: Request, hit: PrefixHit) -> None:
+        """Hook: miss reasons and partial-block copies attach here; does nothing today."""
+
+    def fits(self, request: Request, hit: PrefixHit, reserve: int) -> bool:
+        """Whether all known tokens fit with ``reserve`` blocks left over, given the hit."""
+        unreferenced = sum(block.ref_count == 0 for block in hit.blocks)
+        new = -(-request.num_tokens // self.block_size) - len(hit.blocks)
+        return new + unreferenced + reserve <= self.pool.num_available
+
+    def blocks_short(self, request: Request) -> int:
+        """Blocks the request still needs for all its known tokens."""
+        return -(-request.num_tokens // self.block_size) - len(request.block_ids)
+
+    def room(self, request: Request) -> int:
+        """Tokens the request could run now: the rest of its table and all available blocks."""
+        blocks = len(request.block_ids) + self.pool.num_available
+        return blocks * self.block_size - request.num_computed_tokens
+
+    def allocate(
+        self, request: Request, num_new_tokens: int, hit: PrefixHit = NO_HIT
+    ) -> list[BlockId] | None:
+        """Give the request blocks for its next tokens and publish those they fill.
+
+        With ``hit`` (for a request without blocks) the found blocks start the table
+        and count as computed.
+
+        Returns:
+            The ids appended to ``request.block_ids``, or None (and no change) if the pool
+            has too few.
+        """
+        size, start = self.block_size, request.num_computed_tokens
+        end = start + num_new_tokens
+        if end <= len(request.block_ids) * size and start // size == end // size:
+            return []  # a decode inside its last block: nearly every call
+        return self._allocate(request, num_new_tokens, hit)
+
+    def tokens_lost(self, request: Request) -> int:
+        """Computed tokens that only this request holds: the work a preemption puts at risk."""
+        blocks, table = self.pool.blocks, request.block_ids
+        low, high = 0, len(table)
+        while low < high:  # blocks shared with others are a prefix of the table
+            middle = (low + high) // 2
+            if blocks[table[middle]].ref_count > 1:
+                low = middle + 1
+            else:
+                high = middle
+        return max(0, request.num_computed_tokens - low * self.block_size)
+
+    def release(self, request: Request) -> None:
+        """Give back the table (preemption); full blocks stay cached, hashes are kept."""
+        self.pool.release(self._blocks(request.block_ids))
+        request.block_ids = []
+
+    def free(self, request: Request) -> None:
+        """Give back the table and everything kept for the request."""
+        self.release(request)
+        self.cache.forget_request(request)
+
+    def commit(self) -> None:
+        """The scheduled tokens were computed; their published blocks are now firm."""
+        self.cache.commit()
+
+    def retract(self, request_ids: Collection[RequestId]) -> set[BlockId]:
+        """Unpublish what these requests published in this step, and all that builds on it.
+
+        Returns:
+            The blocks without valid KV; a request whose table holds one must recompute.
+        """
+        blocks = self.cache.retract(request_ids)
+        for block in blocks:
+            self.pool.demote(block)
+        return {block.block_id for block in blocks}
+
+    def reset(self) -> bool:
+        """Forget all prefixes; False (and no change) while requests hold blocks."""
+        if self.pool.num_referenced:
+            return False
+        self.cache.clear()
+        self.pool.restore_order()
+        return True
+
+    def check(self, requests: Iterable[Request]) -> None:
+        """Raise AssertionError unless pool, cache and the tables of ``requests`` agree."""
+        self.pool.check()
+        self.cache.check(self.pool.blocks)
+        counts = [0] * len(self.pool.blocks)
+        for request in requests:
+            assert len(request.block_ids) * self.block_size >= request.num_computed_tokens, request
+            for block_id in request.block_ids:
+                counts[block_id] += 1
+        for block, count in zip(self.pool.blocks, counts, strict=True):
+            assert block.ref_count == count, f"block {block.block_id}: {block.ref_count} != {count}"
+
+    def _allocate(self, request: Request, num_new: int, hit: PrefixHit) -> list[BlockId] | None:
+        end = request.num_computed_tokens + hit.num_tokens + num_new
+        table = request.block_ids
+        need = -(-end // self.block_size) - len(table) - len(hit.blocks)
+        unreferenced = sum(block.ref_count == 0 for block in hit.blocks)
+        if max(0, need) + unreferenced > self.pool.num_available:
+            return None
+        self._take_hit(request, hit)
+        new = [block.block_id for block in self.pool.allocate(max(0, need))]
+        table.extend(new)
+        self._publish(request, end)
+        return [block.block_id for block in hit.blocks] + new
+
+    def _take_hit(self, request: Request, hit: PrefixHit) -> None:
+        if not hit.blocks:
+            return
+        assert not request.block_ids, f"{request.request_id} already holds blocks"
+        for block in hit.blocks:
+            self.pool.acquire(block)
+            request.block_ids.append(block.block_id)
+        request.num_computed_tokens = hit.num_tokens
+
+    def _publish(self, request: Request, end: int) -> None:
+        first, last = request.num_computed_tokens // self.block_size, end // self.block_size
+        if first < last:
+            blocks = self._blocks(request.block_ids[max(0, first - 1) : last])
+            self.cache.publish(request, blocks, first)
+
+    def _blocks(self, block_ids: list[BlockId]) -> list[Block]:
+        blocks = self.pool.blocks
+        return [blocks[block_id] for block_id in block_ids]

@@ -1,0 +1,230 @@
+"""`LLM`: text in, text out, over one engine in this process.
+
+Owns prompt forms, fan-out of ``n`` and the caller's order. Several streams and
+`generate` calls may share one LLM: each output goes to the mailbox of its request.
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
+
+from tiny_vllm.config import EngineConfig
+from tiny_vllm.engine.extended import ExtendedEngine
+from tiny_vllm.engine.fan_out import RequestGroup
+from tiny_vllm.errors import ConfigError, InvalidRequestError
+from tiny_vllm.outputs import RequestOutput
+from tiny_vllm.sampling_params import SamplingParams
+from tiny_vllm.tokenizer import Tokenizer
+
+Message = Mapping[str, Any]
+Prompt = str | Sequence[int] | Sequence[Message]
+
+
+class _Progress(Protocol):
+    def update(self, finished: int, new_tokens: int) -> None: ...
+
+
+class LLM:
+    """An engine with a tokenizer.
+
+    Args:
+        model: path, Hugging Face id, .gguf file or alias.
+        config: any field of `EngineConfig`, by name.
+
+    Raises:
+        ConfigError, ModelLoadError: names the value and the way out.
+    """
+
+    def __init__(self, model: str = "smollm2-135m", **config: Any) -> None:
+        if not isinstance(model, str):
+            raise ConfigError(f"model must be a path, an id or an alias, got {model!r}")
+        self.engine = ExtendedEngine.build(EngineConfig.create(model=model, **config))
+        self._mailboxes: dict[str, deque[RequestOutput]] = {}
+        self._ids = itertools.count()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer; raises ConfigError when the engine was built without one."""
+        if self.engine.tokenizer is None:
+            raise ConfigError(
+                "this engine has no tokenizer (skip_tokenizer_init, or the model ships none); "
+                "give token ids, or name one with tokenizer=..."
+            )
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_progress: bool = False,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts; the outputs come back in the caller's order.
+
+        Args:
+            prompts: one prompt or several; a prompt is text, token ids or chat messages.
+            params: one for all, or one a prompt; default `SamplingParams()`.
+            use_progress: show a progress bar on stderr.
+
+        Raises:
+            InvalidRequestError: one prompt is refused; none of them is left running.
+        """
+        batch = _as_list(prompts)
+        groups: list[RequestGroup] = []
+        try:
+            for prompt, one in zip(batch, _params_list(params, len(batch)), strict=True):
+                groups.append(self._submit(prompt, one, cache_salt))
+            with _progress(use_progress, len(groups)) as bar:
+                self._drive(groups, bar)
+        finally:
+            self._release(groups)
+        return [group.output() for group in groups]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_progress: bool = False,
+    ) -> list[RequestOutput]:
+        """Complete one conversation or several, by the model's chat template."""
+        return self.generate(messages, params, use_progress=use_progress)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        cache_salt: str | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Complete one prompt, yielding the cumulative output as tokens come.
+
+        The request is queued at once; closing the iterator aborts it.
+        """
+        group = self._submit(prompt, params or SamplingParams(), cache_salt)
+        return self._stream(group)
+
+    def _stream(self, group: RequestGroup) -> Iterator[RequestOutput]:
+        try:
+            while not group.finished:
+                if self._collect(group):
+                    yield group.output()
+                else:
+                    self._step()
+        finally:
+            self._release([group])
+
+    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """Return (text if there is any, token ids) of a prompt.
+
+        Raises:
+            InvalidRequestError: a prompt of another type, or without tokens.
+        """
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        if _is_chat(prompt):
+            text = self.tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
+            return text, self.tokenizer.encode(text, add_special_tokens=False)
+        if isinstance(prompt, Sequence) and all(isinstance(t, int) for t in prompt):
+            return None, list(prompt)  # type: ignore[arg-type]
+        raise InvalidRequestError(
+            f"a prompt is text, a list of token ids or a list of messages, got {prompt!r:.80}",
+            "prompt",
+        )
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget all cached prefixes; False while requests are running."""
+        return self.engine.reset_prefix_cache()
+
+    def shutdown(self) -> None:
+        """Abort everything and refuse further work."""
+        for request_id in list(self._mailboxes):
+            self.engine.abort(request_id)
+        self._mailboxes.clear()
+        self.engine.shutdown()
+
+    def _submit(
+        self, prompt: Prompt, params: SamplingParams, cache_salt: str | None
+    ) -> RequestGroup:
+        text, token_ids = self.encode(prompt)
+        group = RequestGroup(str(next(self._ids)), params)
+        try:
+            for request_id, child in group.children():
+                self.engine.add_request(request_id, token_ids, child, text, cache_salt)
+                self._mailboxes[request_id] = deque()
+        except BaseException:
+            self._release([group])
+            raise
+        return group
+
+    def _drive(self, groups: list[RequestGroup], bar: _Progress | None) -> None:
+        open_groups = groups
+        while open_groups:
+            self._step()
+            new_tokens = sum(self._collect(group) for group in open_groups)
+            open_groups = [group for group in open_groups if not group.finished]
+            if bar is not None:
+                bar.update(len(groups) - len(open_groups), new_tokens)
+
+    def _step(self) -> None:
+        for output in self.engine.step():
+            box = self._mailboxes.get(output.request_id)
+            if box is not None:
+                box.append(output)
+
+    def _collect(self, group: RequestGroup) -> int:
+        """Move a group's new outputs out of their mailboxes; return its new tokens."""
+        before = group.num_tokens
+        for request_id in group.request_ids:
+            box = self._mailboxes.get(request_id)
+            while box:
+                group.take(box.popleft())
+        return group.num_tokens - before + group.just_finished()
+
+    def _release(self, groups: Sequence[RequestGroup]) -> None:
+        for group in groups:
+            for request_id in group.request_ids:
+                if self._mailboxes.pop(request_id, None) is not None and not group.finished:
+                    self.engine.abort(request_id)
+
+
+def _is_chat(prompt: object) -> bool:
+    return (
+        isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(m, Mapping) for m in prompt)
+    )
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str) or _is_chat(prompts):
+        return [prompts]
+    if isinstance(prompts, Sequence) and prompts and all(isinstance(t, int) for t in prompts):
+        return [prompts]
+    if not isinstance(prompts, Sequence):
+        raise InvalidRequestError(f"prompts must be a list or one prompt, got {prompts!r}", "prompts")
+    return list(prompts)
+
+
+def _params_list(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    if len(params) != count:
+        raise InvalidRequestError(
+            f"{len(params)} sampling parameters for {count} prompts: give one, or one a prompt",
+            "params",
+        )
+    return list(params)
+
+
+def _progress(enabled: bool, total: int) -> AbstractContextManager[_Progress | None]:
+    if not enabled:
+        return nullcontext()
+    from tiny_vllm.engine.progress import ProgressBar
+
+    return ProgressBar(total)

@@ -1,0 +1,1 @@
+"""Building blocks of the decoder: attention projections and the gated MLP."""

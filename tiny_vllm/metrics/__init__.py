@@ -1,0 +1,52 @@
+"""Metric definitions, roofline and peak memory: pure arithmetic, no torch."""
+
+from tiny_vllm.metrics.definitions import (
+    Distribution,
+    LatencyLimits,
+    StepTimes,
+    block_hit_rate,
+    distribution,
+    e2el_s,
+    goodput_req_s,
+    itl_s,
+    percentile,
+    prefill_tok_s,
+    ratio,
+    step_times,
+    throughput_tok_s,
+    token_hit_rate,
+    tpot_decode_ms,
+    tpot_e2e_ms,
+    tpot_s,
+    ttft_s,
+)
+from tiny_vllm.metrics.memory import PeakMemory, peak_rss
+from tiny_vllm.metrics.roofline import Peaks, Roofline, Work, run_roofline, step_work
+
+__all__ = [
+    "Distribution",
+    "LatencyLimits",
+    "PeakMemory",
+    "Peaks",
+    "Roofline",
+    "StepTimes",
+    "Work",
+    "block_hit_rate",
+    "distribution",
+    "e2el_s",
+    "goodput_req_s",
+    "itl_s",
+    "peak_rss",
+    "percentile",
+    "prefill_tok_s",
+    "ratio",
+    "run_roofline",
+    "step_times",
+    "step_work",
+    "throughput_tok_s",
+    "token_hit_rate",
+    "tpot_decode_ms",
+    "tpot_e2e_ms",
+    "tpot_s",
+    "ttft_s",
+]

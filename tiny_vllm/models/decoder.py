@@ -1,0 +1,88 @@
+"""The dense decoder: embedding, layers, final norm, output projection.
+
+Built in two phases: raw tensors are filled by `DecoderWeights.load`, then `build`
+hands them to layers (which may repack them). No global state: `forward` takes all it
+needs as arguments.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tiny_vllm.config import ModelConfig
+from tiny_vllm.layers.decoder_layer import Attend, DecoderLayer
+from tiny_vllm.models.weight_map import DecoderWeights
+from tiny_vllm.ops.linear import Linear, make_linear
+from tiny_vllm.ops.norm import rms_norm
+from tiny_vllm.ops.rotary import RotaryEmbedding
+
+
+class Decoder:
+    """A loaded model.
+
+    Args:
+        weights: filled tensors; consumed, so that packing does not hold two copies.
+        max_positions: positions the rotary table covers.
+    """
+
+    def __init__(self, weights: DecoderWeights, max_positions: int) -> None:
+        self.config = config = weights.config
+        self.dtype, self.device = weights.dtype, weights.device
+        self._embedding = weights.pop("model.embed_tokens.weight")  # [vocab, hidden]
+        self._final_norm = weights.pop("model.norm.weight")
+        self._rotary = RotaryEmbedding(
+            config.head_dim,
+            max_positions,
+            config.rope_theta,
+            config.rope_scaling,
+            self.dtype,
+            self.device,
+        )
+        head = self._embedding if config.tie_word_embeddings else weights.pop("lm_head.weight")
+        self._head = make_linear(head)
+        self._layers = [self._build_layer(weights, i) for i in range(config.num_layers)]
+
+    def _build_layer(self, weights: DecoderWeights, index: int) -> DecoderLayer:
+        prefix = f"model.layers.{index}"
+
+        def linear(*names: str) -> Linear:
+            return make_linear(*weights.pop_stacked(prefix, names))
+
+        qk_norm = self.config.qk_norm
+        return DecoderLayer(
+            index=index,
+            config=self.config,
+            rotary=self._rotary,
+            input_norm=weights.pop(f"{prefix}.input_layernorm.weight"),
+            qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            out=linear("self_attn.o_proj"),
+            post_norm=weights.pop(f"{prefix}.post_attention_layernorm.weight"),
+            gate=linear("mlp.gate_proj"),
+            up=linear("mlp.up_proj"),
+            down=linear("mlp.down_proj"),
+            q_norm=weights.pop(f"{prefix}.self_attn.q_norm.weight") if qk_norm else None,
+            k_norm=weights.pop(f"{prefix}.self_attn.k_norm.weight") if qk_norm else None,
+        )
+
+    @torch.inference_mode()
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Run all layers over a flat batch.
+
+        Args:
+            input_ids, positions: int64 [T].
+            attend: called once a layer; stores K and V and returns the context.
+
+        Returns:
+            Hidden states before the final norm, [T, hidden].
+        """
+        hidden = F.embedding(input_ids, self._embedding)
+        cos, sin = self._rotary.gather(positions)
+        for layer in self._layers:
+            hidden = layer(hidden, cos, sin, attend)
+        return hidden
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and output projection: [N, hidden] -> float32 [N, vocab]."""
+        hidden = rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)
+        return self._head(hidden).float()

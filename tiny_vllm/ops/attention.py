@@ -1,0 +1,69 @@
+"""Attention of some query rows over one run of keys, with the log-sum-exp to merge by.
+
+`attention_with_lse` is the plain definition, right on every device; on a CPU it
+hands over to torch's fused kernel, which keeps scores in float32 and in cache.
+"""
+
+import torch
+from torch import Tensor
+
+
+def attention_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention and its normaliser.
+
+    Args:
+        q: [n, heads, rows, head_dim]; ``heads`` is a multiple of ``kv_heads``.
+        k, v: [n, kv_heads, length, head_dim], any strides with a dense last dimension.
+        causal: row i sees keys 0..i (rows = length).
+        mask: additive, broadcastable to [n, heads, rows, length], in the dtype of ``q``.
+
+    Returns:
+        (out [n, heads, rows, head_dim], lse float32 [n, heads, rows]).
+    """
+    if q.device.type == "cpu":
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return out, lse
+    return attention_with_lse_plain(q, k, v, scale, causal=causal, mask=mask)
+
+
+def attention_with_lse_plain(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The definition, in float32."""
+    n, heads, rows, head_dim = q.shape
+    group = heads // k.shape[1]
+    grouped = q.float().reshape(n, k.shape[1], group, rows, head_dim)
+    scores = grouped @ k.float().unsqueeze(2).transpose(-1, -2) * scale
+    scores = scores.reshape(n, heads, rows, k.shape[2])
+    if causal:
+        upper = torch.ones(rows, k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(upper, float("-inf"))
+    if mask is not None:
+        scores = scores + mask.float()
+    lse = torch.logsumexp(scores, -1)
+    probs = (scores - lse.unsqueeze(-1)).exp().reshape(n, k.shape[1], group * rows, k.shape[2])
+    out = probs @ v.float()
+    return out.reshape(n, heads, rows, head_dim).to(q.dtype), lse
+
+
+def merge_partials(out: Tensor, lse: Tensor) -> Tensor:
+    """Merge attention over disjoint runs of keys (log-sum-exp weights).
+
+    Args:
+        out: [parts, T, heads, head_dim]; part 0 is present for every token.
+        lse: float32 [parts, T, heads]; -inf where a token has no such part.
+
+    Returns:
+        [T, heads, head_dim].
+    """
+    merged, total = out[0], lse[0]
+    for i in range(1, out.shape[0]):
+        weight = torch.sigmoid(lse[i] - total).unsqueeze(-1).to(out.dtype)
+        merged = torch.lerp(merged, out[i], weight)
+        if i + 1 < out.shape[0]:
+            total = torch.logaddexp(total, lse[i])
+    return merged

@@ -1,0 +1,1 @@
+"""The data plane: KV tensors, the input batch and the model runner."""

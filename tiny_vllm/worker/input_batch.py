@@ -1,0 +1,138 @@
+"""The runner's own copy of the running requests, kept up to date by messages.
+
+Owns token ids and block tables as arrays, so that a step builds its flat batch with a
+few copies. Knows neither the scheduler nor the model. Invariant: a row's
+``num_tokens`` counts known tokens; sampled ones are appended here.
+"""
+
+import hashlib
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from tiny_vllm.attention.metadata import AttentionBatch
+from tiny_vllm.protocol import NewRequestData, SchedulerOutput
+from tiny_vllm.request import BlockId, RequestId
+from tiny_vllm.sampler import SamplingRow, make_generator
+
+_GROWTH = 256
+
+
+def draw_seed(seed: int, position: int) -> int:
+    """Seed of one draw: a function of the request's seed and the token's position only.
+
+    So a resumed request, or one in another batch, draws the same numbers again.
+    """
+    digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+class BatchRow:
+    """One request as the runner sees it."""
+
+    def __init__(self, data: NewRequestData, engine_seed: int, device: torch.device) -> None:
+        self.request_id = data.request_id
+        self.params = data.params
+        self.num_prompt_tokens = data.num_prompt_tokens
+        self.num_tokens = len(data.token_ids)
+        self.token_ids = np.array(data.token_ids, dtype=np.int64)
+        self.block_ids = np.array(data.block_ids, dtype=np.int32)
+        self.num_blocks = len(data.block_ids)
+        self.num_computed_tokens = data.num_computed_tokens
+        self._seed = data.params.seed
+        if self._seed is None:
+            digest = hashlib.blake2b(data.request_id.encode(), digest_size=8).digest()
+            self._seed = engine_seed ^ int.from_bytes(digest, "little")
+        self._output_token_ids = list(data.token_ids[data.num_prompt_tokens :])
+        self.sampling = SamplingRow(
+            params=data.params,
+            prompt_token_ids=data.token_ids[: data.num_prompt_tokens],
+            output_token_ids=self._output_token_ids,
+            eos_token_ids=data.eos_token_ids,
+            generator=None if data.params.is_greedy else make_generator(0, device),
+        )
+
+    def prepare_draw(self) -> None:
+        """Key the random generator to the token that comes next."""
+        if self.sampling.generator is not None and self._seed is not None:
+            self.sampling.generator.manual_seed(draw_seed(self._seed, self.num_tokens))
+
+    def append_token(self, token_id: int) -> None:
+        """Add a sampled token."""
+        if self.num_tokens == len(self.token_ids):
+            self.token_ids = np.resize(self.token_ids, self.num_tokens + _GROWTH)
+        self.token_ids[self.num_tokens] = token_id
+        self.num_tokens += 1
+        self._output_token_ids.append(token_id)
+
+    def append_blocks(self, block_ids: list[BlockId]) -> None:
+        """Extend the block table."""
+        end = self.num_blocks + len(block_ids)
+        if end > len(self.block_ids):
+            self.block_ids = np.resize(self.block_ids, end + _GROWTH)
+        self.block_ids[self.num_blocks : end] = block_ids
+        self.num_blocks = end
+
+
+class StepBatch:
+    """The flat batch of one step, in the scheduler's order."""
+
+    def __init__(self, rows: list[BatchRow], counts: list[int]) -> None:
+        self.rows = rows
+        lens = np.array(counts, dtype=np.int64)
+        query_start_loc = np.zeros(len(rows) + 1, dtype=np.int64)
+        np.cumsum(lens, out=query_start_loc[1:])
+        computed = np.array([row.num_computed_tokens for row in rows], dtype=np.int64)
+        width = max(row.num_blocks for row in rows)
+        tables = np.full((len(rows), width), -1, dtype=np.int32)
+        for table, row in zip(tables, rows, strict=True):
+            table[: row.num_blocks] = row.block_ids[: row.num_blocks]
+        self.attention = AttentionBatch(query_start_loc, computed, tables)
+        self.ends = computed + lens
+
+    def input_ids(self) -> npt.NDArray[np.int64]:
+        """Token ids of the flat batch, [T]."""
+        computed = self.attention.num_computed
+        spans = [
+            row.token_ids[start:end]
+            for row, start, end in zip(
+                self.rows, computed.tolist(), self.ends.tolist(), strict=True
+            )
+        ]
+        return np.concatenate(spans)
+
+    def sampled_rows(self) -> list[int]:
+        """Rows whose last scheduled token is their last known one: they get a new token."""
+        return [
+            i
+            for i, (row, end) in enumerate(zip(self.rows, self.ends.tolist(), strict=True))
+            if end == row.num_tokens
+        ]
+
+    def __iter__(self) -> Iterator[BatchRow]:
+        return iter(self.rows)
+
+
+class InputBatch:
+    """All requests the runner holds, by id."""
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._rows: dict[RequestId, BatchRow] = {}
+        self._seed, self._device = seed, device
+
+    def update(self, step: SchedulerOutput) -> StepBatch | None:
+        """Apply a step's messages and return its batch; None when nothing is scheduled."""
+        for request_id in step.removed_request_ids:
+            self._rows.pop(request_id, None)
+        for new in step.new_requests:
+            self._rows[new.request_id] = BatchRow(new, self._seed, self._device)
+        for cached in step.cached_requests:
+            row = self._rows[cached.request_id]
+            row.num_computed_tokens = cached.num_computed_tokens
+            row.append_blocks(cached.new_block_ids)
+        if not step.num_scheduled_tokens:
+            return None
+        rows = [self._rows[request_id] for request_id in step.num_scheduled_tokens]
+        return StepBatch(rows, list(step.num_scheduled_tokens.values()))

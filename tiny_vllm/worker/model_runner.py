@@ -1,0 +1,110 @@
+"""Runs one step: messages in, sampled tokens out.
+
+Owns the model, the KV tensors (through the attention backend) and the sampler. It
+knows nothing of scheduling or caching policy: blocks and counts arrive decided.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tiny_vllm.attention.metadata import AttentionBackend
+from tiny_vllm.attention.torch_backend import TorchAttention
+from tiny_vllm.models.loader import LoadedModel
+from tiny_vllm.outputs import TokenLogprobs
+from tiny_vllm.protocol import ModelRunnerOutput, SampledToken, SchedulerOutput
+from tiny_vllm.sampler import Sampler, prompt_logprobs
+from tiny_vllm.worker.input_batch import BatchRow, InputBatch, StepBatch
+
+_LOGIT_ROWS = 128  # prompt log-probabilities: rows of logits held at a time
+
+
+class ModelRunner:
+    """The data plane of one device."""
+
+    def __init__(self, loaded: LoadedModel, backend: AttentionBackend) -> None:
+        self._decoder = loaded.decoder
+        self._device = loaded.device
+        self._backend = backend
+        self._batch = InputBatch(loaded.config.seed, loaded.device)
+        self._sampler = Sampler()
+
+    @torch.inference_mode()
+    def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+        """Run the scheduled tokens through the model and sample where a row is complete."""
+        batch = self._batch.update(scheduler_output)
+        if batch is None:
+            return ModelRunnerOutput()
+        attend, kv_bytes = self._backend.plan(batch.attention)
+        hidden = self._decoder.forward(
+            self._to_device(batch.input_ids()), self._to_device(batch.attention.positions()), attend
+        )
+        output = ModelRunnerOutput(
+            num_forward_tokens=batch.attention.num_tokens,
+            kv_bytes=kv_bytes,
+            attention_context_tokens=int((batch.attention.positions() + 1).sum()),
+        )
+        self._collect_prompt_logprobs(batch, hidden, output)
+        self._sample(batch, hidden, output)
+        return output
+
+    def _to_device(self, values: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]") -> Tensor:
+        return torch.from_numpy(values).to(self._device)
+
+    def _sample(self, batch: StepBatch, hidden: Tensor, output: ModelRunnerOutput) -> None:
+        indices = batch.sampled_rows()
+        if not indices:
+            return
+        last = torch.from_numpy(batch.attention.query_start_loc[1:][indices] - 1)
+        logits = self._decoder.logits(hidden[last.to(self._device)])
+        rows = [batch.rows[i] for i in indices]
+        for row in rows:
+            row.prepare_draw()
+        results = self._sampler.sample(logits, [row.sampling for row in rows])
+        for row, result in zip(rows, results, strict=True):
+            if isinstance(result, SampledToken):
+                row.append_token(result.token_id)
+                output.sampled[row.request_id] = result
+            else:
+                output.errors[row.request_id] = result.message
+
+    def _collect_prompt_logprobs(
+        self, batch: StepBatch, hidden: Tensor, output: ModelRunnerOutput
+    ) -> None:
+        starts = batch.attention.query_start_loc.tolist()
+        for i, row in enumerate(batch.rows):
+            if row.params.prompt_logprobs is None or row.num_computed_tokens >= (
+                row.num_prompt_tokens - 1
+            ):
+                continue
+            output.prompt_logprobs[row.request_id] = self._row_prompt_logprobs(
+                row, hidden[starts[i] : starts[i + 1]], row.params.prompt_logprobs
+            )
+
+    def _row_prompt_logprobs(
+        self, row: BatchRow, hidden: Tensor, num_top: int
+    ) -> list[TokenLogprobs | None]:
+        first = row.num_computed_tokens
+        # The hidden state of token i predicts token i + 1 of the prompt.
+        count = min(len(hidden), row.num_prompt_tokens - 1 - first)
+        targets = row.token_ids[first + 1 : first + 1 + count].tolist()
+        result: list[TokenLogprobs | None] = [None] if first == 0 else []
+        for begin in range(0, count, _LOGIT_ROWS):
+            end = min(begin + _LOGIT_ROWS, count)
+            logits = self._decoder.logits(hidden[begin:end])
+            result.extend(prompt_logprobs(logits, targets[begin:end], num_top))
+        return result
+
+
+def build_backend(loaded: LoadedModel) -> AttentionBackend:
+    """Return the attention backend with its KV pool, sized by the resolved config."""
+    config = loaded.config
+    assert config.num_blocks is not None and config.block_size is not None
+    return TorchAttention(
+        loaded.model_config,
+        config.num_blocks,
+        config.block_size,
+        loaded.dtype,
+        loaded.device,
+        share=config.attention == "forest",
+    )
