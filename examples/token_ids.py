@@ -1,10 +1,10 @@
-"""Token ids in, token ids out: no tokenizer, and the report of where a prompt came from."""
+"""Token ids in, token ids out, without a tokenizer; the second run comes from the cache."""
 
 from tiny_vllm import LLM, SamplingParams
 
 
 def main() -> None:
-    llm = LLM(model="smollm2-135m", max_model_len=512, block_size=16, skip_tokenizer_init=True)
+    llm = LLM(model="smollm2-135m", max_model_len=512, dtype="float32", skip_tokenizer_init=True)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
     prompt = [1, 4093, 198, 284, 260, 638, 282] * 12
     cold = llm.generate(prompt, params)[0]
@@ -13,7 +13,8 @@ def main() -> None:
         completion = output.outputs[0]
         print(f"{name}: {completion.token_ids}")
         print(f"  {output.num_cached_tokens} of {len(prompt)} prompt tokens from the cache")
-        print(f"  report: {output.cache_report}")
+        best = [next(iter(step.values())).logprob for step in completion.logprobs]
+        print(f"  log-probabilities: {', '.join(f'{value:.3f}' for value in best)}")
     assert cold.outputs[0].token_ids == warm.outputs[0].token_ids
     print("the answer is the same, hit or miss")
     llm.shutdown()

@@ -58,6 +58,27 @@ def test_case_08_victim_loses_least_work():
     assert driver.requests["3"].num_preemptions > 0
 
 
+def test_case_08_victim_is_the_one_with_little_work_even_if_older():
+    driver = Driver(num_blocks=9)
+    driver.add("little", prompt_of(4), 14)
+    driver.add("much", prompt_of(20, seed=1), 14)
+    driver.run().assert_solo()
+    assert driver.requests["little"].num_preemptions > 0
+    assert driver.requests["much"].num_preemptions == 0
+
+
+def test_case_08_shared_blocks_are_no_lost_work():
+    """Both hold the long prefix, so the newer one has only its own tail to lose."""
+    driver = Driver(num_blocks=13)
+    driver.add("old", prompt_of(20) + prompt_of(6, seed=3), 14)
+    driver.add("new", prompt_of(20) + prompt_of(2, seed=1), 14)
+    driver.add("middle", prompt_of(7, seed=2), 14)
+    while not driver.scheduler.ledger.num_preemptions:
+        driver.step()
+    assert driver.requests["new"].num_preemptions == 1
+    driver.run().assert_solo()
+
+
 def test_preempted_step_admits_nobody():
     driver = _preempting_driver()
     driver.add("late", prompt_of(3, seed=9), 2)
@@ -258,6 +279,18 @@ def test_error_in_a_step_recomputes_those_who_shared_its_blocks(before_forward):
     assert all(GARBAGE not in tokens for tokens in driver.tokens.values())
 
 
+def test_late_error_takes_back_nothing_of_earlier_steps():
+    driver = Driver()
+    driver.add("a", prompt_of(5 * B + 3), 9)
+    driver.add("b", prompt_of(5 * B + 3), 9)
+    driver.step()
+    driver.runner.fail["a"] = "boom"
+    driver.step()
+    driver.run().assert_solo("b")
+    assert driver.requests["b"].num_preemptions == 0
+    assert driver.generate("c", prompt_of(5 * B + 3)).num_cached_tokens == 5 * B
+
+
 def test_error_of_a_request_aborted_in_flight_still_unpublishes():
     driver = Driver()
     driver.add("a", prompt_of(5 * B + 3))
@@ -307,7 +340,7 @@ def test_case_15_decode_is_not_starved_by_a_long_prompt():
 
 
 def test_prefill_is_not_starved_by_decodes():
-    """With a budget of n tokens at most n requests run, so each advances in each step."""
+    """A budget of n tokens admits at most n requests, so each advances in each step."""
     driver = Driver(max_num_batched_tokens=3, num_blocks=64)
     for index in range(6):
         driver.add(f"{index}", prompt_of(5, seed=index), 20)
@@ -316,6 +349,7 @@ def test_prefill_is_not_starved_by_decodes():
         decoding = [n for n, r in driver.requests.items() if driver.tokens[n] and not r.is_finished]
         step = driver.step()
         assert all(n in step.num_scheduled_tokens for n in decoding)
+        assert driver.scheduler.num_running <= 3
         oldest = min((n for n in computed if n not in driver.finished), default=None)
         if oldest is not None:
             assert driver.requests[oldest].num_computed_tokens > computed[oldest]

@@ -12,6 +12,7 @@ from tiny_vllm.sampler import (
     SampleError,
     Sampler,
     SamplingRow,
+    _gumbel,
     make_generator,
     prompt_logprobs,
     request_seed,
@@ -262,8 +263,17 @@ class TestDraws:
             same = sum(x == y for x, y in zip(a, b, strict=True)) / len(a)
             assert same == pytest.approx(1 / 16, abs=0.022)
 
+    def test_all_64_bits_of_the_key_count(self):
+        ids_ = torch.arange(100, dtype=torch.int32)
+        keys = torch.tensor([[1, 1], [1, 2], [2, 1], [1, 1 - 2**31]], dtype=torch.int32)
+        noise = _gumbel(keys, ids_)
+        for i in range(4):
+            for j in range(i):
+                assert (noise[i] == noise[j]).sum() < 3
+        assert torch.equal(_gumbel(keys[:1], ids_), noise[:1])
+
     def test_temperature_near_zero_is_the_arg_max(self):
-        assert set(draws([1.0, 1.001, 0.0], 50, temperature=1e-30)) == {1}
+        assert set(draws([1.0, 1.001, 0.0], 50, temperature=1e-60)) == {1}
 
     def test_temperature_is_per_row(self):
         logits = torch.tensor([LOGITS]).expand(400, -1)

@@ -16,7 +16,11 @@ CONFIG = {"architectures": ["LlamaForCausalLM"], "eos_token_id": 2, "bos_token_i
 
 def tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = {"model.embed_tokens.weight": (8, 4), "model.norm.weight": (4,), "lm_head.weight": (8, 4)}
+    shapes = {
+        "model.embed_tokens.weight": (8, 4),
+        "model.norm.weight": (4,),
+        "lm_head.weight": (8, 4),
+    }
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
 
 

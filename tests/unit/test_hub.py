@@ -67,8 +67,9 @@ def test_folder_with_several_gguf_files_names_them(tmp_path):
 
 def test_preset_is_the_published_shape_and_has_no_files():
     files = resolve_model("llama-3.2-1b")
-    assert files.kind is ModelKind.PRESET and files.preset is not None
     preset = files.preset
+    assert files.kind is ModelKind.PRESET
+    assert preset is not None
     hidden, inter = preset["hidden_size"], preset["intermediate_size"]
     kv = preset["num_key_value_heads"] * preset["head_dim"]
     layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * inter + 2 * hidden
@@ -126,7 +127,8 @@ def test_hub_id_downloads_only_what_is_needed(tmp_path, install_hub):
     assert resolve_model("org/name", "v1").path == tmp_path
     repo, revision, patterns = fake.calls[0]
     assert (repo, revision) == ("org/name", "v1")
-    assert "*.safetensors" in patterns and not any("bin" in p for p in patterns)
+    assert "*.safetensors" in patterns
+    assert not any("bin" in pattern for pattern in patterns)
     resolve_model("org/name", tokenizer_only=True)
     assert "*.safetensors" not in fake.calls[1][2]
 

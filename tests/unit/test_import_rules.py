@@ -127,7 +127,7 @@ def _internal_fault(module: str, found: Import) -> str | None:
     target = names[1] if len(names) > 1 else "__init__"
     if target in BASE or target == part:
         return None
-    if target not in ALLOWED:  # a public name of the package root
+    if target == "__init__" or target not in ALLOWED:  # the package root or a public name of it
         return None if part in ("cli", "bench") else f"{part} must not import the package root"
     if part in BASE:
         return f"base module {part} must not import {target}"

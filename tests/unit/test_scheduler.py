@@ -94,6 +94,14 @@ def test_decodes_come_first_then_prefills_then_new_ones():
     assert list(driver.step().num_scheduled_tokens.items()) == [("d", 1), ("q", 9), ("n", 1)]
 
 
+def test_last_token_of_a_prompt_is_prefill_even_if_alone():
+    driver = Driver(max_num_batched_tokens=6)
+    driver.add("a", list(range(7)), 2)
+    steps = [driver.step() for _ in range(3)]
+    counts = [(step.num_prefill_tokens, step.num_decode_tokens) for step in steps]
+    assert counts == [(6, 0), (1, 0), (0, 1)]
+
+
 def test_resumed_request_comes_back_whole():
     driver = Driver(num_blocks=7)
     driver.add("a", list(range(8)), 16)
@@ -130,6 +138,22 @@ def test_admission_leaves_room_for_running_prefills():
     assert (driver.scheduler.num_running, driver.scheduler.num_waiting) == (1, 1)
     driver.run()
     assert driver.scheduler.ledger.num_preemptions == 0
+
+
+@pytest.mark.parametrize("num_blocks, admitted", [(6, 1), (7, 2)])
+def test_admission_leaves_a_spare_block_for_decodes(num_blocks, admitted):
+    driver = Driver(num_blocks=num_blocks)
+    driver.add("a", list(range(8)), 2)
+    driver.add("b", list(range(50, 66)), 2)
+    driver.step()
+    assert driver.scheduler.num_running == admitted
+    driver.run().assert_solo()
+
+
+def test_request_alone_may_take_the_whole_pool():
+    driver = Driver(num_blocks=3)
+    driver.generate("a", list(range(11)), 1)
+    driver.assert_solo()
 
 
 def test_finish_request_by_stop_string():

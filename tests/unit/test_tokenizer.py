@@ -15,7 +15,7 @@ from tiny_vllm.tokenizer.chat import ChatTemplate
 WORDS = ["<unk>", "<s>", "</s>", "hello", "world", "again"]
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}\n"
-    "    {% if message.role == 'bad' %}{{ raise_exception('no role ' + message.role) }}{% endif %}\n"
+    "    {% if message.role == 'bad' %}{{ raise_exception('no role bad') }}{% endif %}\n"
     "[{{ message.role }}] {{ message.content }}\n"
     "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
@@ -163,7 +163,7 @@ def test_leading_space_stays_after_a_prompt():
 
 
 def test_added_token_outside_the_byte_alphabet_is_plain_text():
-    """`<｜end｜>` once came out as U+FFFD: its characters are not GPT-2's bytes."""
+    """Its characters look like GPT-2's bytes in part; read so, they would become U+FFFD."""
     backend = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken("<｜énd｜>", special=True, normalized=False)])
@@ -215,8 +215,7 @@ def test_environment_gives_what_templates_use():
     assert render("{{ tools | tojson }}", tools=[{"é": "<&>"}]) == '[{"é": "<&>"}]'
     assert render("{% for i in [1, 2] %}{% break %}{% endfor %}ok") == "ok"
     assert render("{% generation %}{{ bos_token }}{% endgeneration %}") == "<s>"
-    year = render("{{ strftime_now('%Y') }}")
-    assert year.isdigit() and len(year) == 4
+    assert len(render("{{ strftime_now('%Y') }}")) == 4
     assert render("{{ missing }}.") == "."
 
 

@@ -3,6 +3,7 @@
 The vocabularies are tiny: a BPE trained on a few lines, a SentencePiece one by hand.
 """
 
+import json
 import unicodedata
 from pathlib import Path
 
@@ -38,6 +39,7 @@ TEXTS = [
     "½ ² Ⅷ ٣٤ 3.14",
     "e\u0301 composed e\u0301e\u0301",
     "<|end|>the<|end|>",
+    "a qzq qzqs",
     " leading 1 and trailing 1 ",
 ]
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -61,10 +63,9 @@ def train() -> tuple[list[str], list[str]]:
         max_token_length=6,
     )
     backend.train_from_iterator([w for line in CORPUS for w in regex.findall(GPT2, line)], trainer)
-    import json
-
     model = json.loads(backend.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].__getitem__)
+    tokens.append("Ġqzq")  # no merges lead to it: only taking whole words finds it
     return tokens, [" ".join(pair) for pair in model["merges"]]
 
 
@@ -242,7 +243,7 @@ def test_file_without_vocabulary(tmp_path):
 
 # --- SentencePiece ----------------------------------------------------------
 
-PIECES = "▁ t h e c a ▁t he ▁the ▁c at ▁cat s ▁▁ th hes é 1 11".split()
+PIECES = "▁ t h e c a ▁t he ▁the ▁c at ▁cat s ▁▁ th hes é 1 11 < 0 x 4 > <0 x4 <0x4 1>".split()
 SP_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 SP_TOKENS = ["<unk>", "<s>", "</s>", *SP_BYTES, *PIECES]
 SP_TYPES = [2, 3, 3, *[6] * 256, *[1] * len(PIECES)]
@@ -288,10 +289,18 @@ def test_sentencepiece_agrees_with_the_slow_one(sp_tokenizer, text):
     assert tokenizer.decode(ids) == text
 
 
+def test_byte_piece_written_out_is_text(tmp_path):
+    """Letters must not merge into the byte's own token, which would read back as "A"."""
+    tokenizer = sentencepiece(tmp_path)
+    ids = tokenizer.encode("<0x41>", add_special_tokens=False)
+    assert ids == slow_sentencepiece("<0x41>", prefix=True)
+    assert tokenizer.decode(ids) == "<0x41>"
+
+
 def test_sentencepiece_adds_bos_and_byte_pieces(tmp_path):
     tokenizer = sentencepiece(tmp_path)
-    ids = tokenizer.encode("the你")
+    ids = tokenizer.encode("cat你")
     assert ids[0] == 1
     assert [tokenizer.token_bytes(i) for i in ids[2:]] == [b"\xe4", b"\xbd", b"\xa0"]
-    assert tokenizer.token_text(ids[1]) == " the"
+    assert tokenizer.token_text(ids[1]) == " cat"
     assert tokenizer.eos_token_ids == (2,)

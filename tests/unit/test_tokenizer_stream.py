@@ -82,7 +82,9 @@ token_ids = st.one_of(
     st.integers(256, NUM_IDS - 1),
     st.sampled_from([ord(c) for c in "STOPab "]),
 )
-stop_strings = st.sampled_from(["STOP", "OP", "S", "你", "你ab", "🎉", "\ufffd", "hello world", "P!"])
+stop_strings = st.sampled_from(
+    ["STOP", "OP", "S", "你", "你ab", "🎉", "\ufffd", "hello world", "P!"]
+)
 
 
 @settings(deadline=None, max_examples=400)
@@ -132,7 +134,7 @@ def test_characters_are_shown_whole(text):
 
 def test_prompt_that_ends_inside_a_character_and_is_not_continued():
     """The prompt's two bytes are no text of the output, broken or not."""
-    broken = list("ab".encode() + "你".encode()[:2])
+    broken = list(b"ab" + "你".encode()[:2])
     detokenizer = StreamingDetokenizer(TOKENIZER, broken)
     assert feed(detokenizer, ids_of("hi"))[0] == ["h", "i", ""]
     ended = StreamingDetokenizer(TOKENIZER, broken)
@@ -203,6 +205,26 @@ def test_min_tokens_masks_earlier_stop_strings(min_tokens, count):
     _, match = feed(detokenizer, ids_of("SaSb"))
     assert match == (None if count is None else StopMatch("S", count))
     assert detokenizer.text == {1: "", 3: "Sa", None: "SaSb"}[count]
+
+
+def test_masked_stop_string_is_not_found_later():
+    """ "S" ends before min_tokens; it is still held back, as the start of the longer one."""
+    detokenizer = StreamingDetokenizer(TOKENIZER, stop=("S", "SaX"), min_tokens=2)
+    assert feed(detokenizer, ids_of("Sab")) == (["", "", "Sab", ""], None)
+
+
+def test_several_stop_strings_hold_back_the_longest_beginning():
+    detokenizer = StreamingDetokenizer(TOKENIZER, stop=("abcd", "cX", "zz"))
+    deltas, match = feed(detokenizer, ids_of("-abcd"))
+    assert (deltas, match) == (["-", "", "", "", ""], StopMatch("abcd", 5))
+
+
+@pytest.mark.parametrize("stops", [("he", "hello"), ("hello", "he")])
+def test_of_stop_strings_at_one_place_the_first_given_counts(stops):
+    token = TOKENIZER._backend.token_to_id("hello")
+    detokenizer = StreamingDetokenizer(TOKENIZER, stop=("lo", *stops), include_stop_str=True)
+    assert detokenizer.append([token]) == StopMatch(stops[0], 1)
+    assert detokenizer.text == stops[0]
 
 
 @pytest.mark.parametrize(("skip", "text"), [(True, "ab"), (False, f"a{SPECIAL}b")])

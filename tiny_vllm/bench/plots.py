@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from tiny_vllm.bench.folder import PLOT, RunData, RunKey
+from tiny_vllm.bench.table import token_hit_rate
 from tiny_vllm.protocol import StepRecord
 
 PREFILL, DECODE, IDLE, FLOOR, TOKEN, BLOCK = (
@@ -33,6 +34,7 @@ def draw_comparison(summary: Row, data: RunData, path: str | Path) -> Path:
     target = Path(path) / PLOT if Path(path).is_dir() else Path(path)
     done = [v for v in summary["variants"] if not v.get("error")]
     figure, axes = plt.subplots(2, 3, figsize=(15, 8.4), layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.08)
     panels = (_wall, _throughput, _tpot, _hits, _kv_bytes)
     for axis, panel in zip(axes.flat, panels, strict=False):
         panel(axis, done)
@@ -60,14 +62,13 @@ def _label(axis: Any, x: float, y: float, text: str) -> None:
     axis.annotate(text, (x, y), (4, 0), textcoords="offset points", va="center", fontsize=9)
 
 
-def _floor_marks(axis: Any, values: Sequence[float | None]) -> None:
+def _floor_marks(axis: Any, values: Sequence[float | None], bottom: float = 0.42) -> None:
     """A mark over each bar where the physical limit lies."""
-    first = True
+    label: str | None = "roofline floor"
     for y, value in enumerate(values):
         if value is not None:
-            label = "roofline floor" if first else None
-            axis.plot([value, value], [y - 0.42, y + 0.42], color=FLOOR, lw=2.5, label=label)
-            first = False
+            axis.plot([value, value], [y - 0.42, y + bottom], color=FLOOR, lw=2.5, label=label)
+            label = None
 
 
 def _legend(axis: Any) -> None:
@@ -123,8 +124,7 @@ def _tpot(axis: Any, done: Sequence[Row]) -> None:
         ("decode-only", DECODE, lambda v: v["tpot_decode_ms"]),
     )
     _pairs(axis, done, bars, ".4g")
-    floors = [_floor_per_token_ms(v) for v in done]
-    _floor_marks(axis, floors)
+    _floor_marks(axis, [_floor_per_token_ms(v) for v in done], bottom=0.0)  # end-to-end bars
     axis.set_title("TPOT over all requests (ms/token)")
     _legend(axis)
 
@@ -136,11 +136,12 @@ def _floor_per_token_ms(variant: Row) -> float | None:
 
 def _hits(axis: Any, done: Sequence[Row]) -> None:
     bars = (
-        ("prompt tokens", TOKEN, lambda v: v["cache"]["token_hit_rate"]),
+        ("prompt tokens", TOKEN, token_hit_rate),
         ("full blocks", BLOCK, lambda v: v["cache"]["block_hit_rate"]),
     )
     _pairs(axis, done, bars, ".1%")
     axis.set_xlim(0, 1.18)
+    axis.set_xticks([0, 0.25, 0.5, 0.75, 1.0], ["0", "25 %", "50 %", "75 %", "100 %"])
     axis.set_title("Prefix-cache hit rate")
     _legend(axis)
 
@@ -163,7 +164,8 @@ def _timeline(axis: Any, done: Sequence[Row], steps: Mapping[RunKey, Sequence[St
             times.append(step.end)
             totals.append(totals[-1] + step.num_sampled)
         axis.plot(times, totals, color=color, lw=1.8, label=variant["name"], drawstyle="steps-post")
-    axis.set_title("Tokens generated over time (s)")
+    axis.set_title("Tokens generated over time (s), first run")
+    axis.set_ylim(bottom=0)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.3)
     _legend(axis)

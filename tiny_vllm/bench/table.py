@@ -20,12 +20,16 @@ def _percent(value: float | None) -> str:
     return NONE if value is None else f"{100 * value:.1f} %"
 
 
-def hit_rate(variant: Row) -> str:
-    """Token hit rate, `N/A` for an engine that looks nothing up."""
+def token_hit_rate(variant: Row) -> float | None:
+    """Cached share of the prompt tokens; None for an engine that looks nothing up."""
     cache = variant["cache"]
-    if cache["block_hit_rate"] is None and not cache["cached_tokens"]:
-        return "N/A"
-    return _percent(cache["token_hit_rate"])
+    looked_up = cache["block_hit_rate"] is not None or cache["cached_tokens"]
+    return cache["token_hit_rate"] if looked_up else None
+
+
+def _hit_rate(variant: Row) -> str:
+    rate = token_hit_rate(variant)
+    return "N/A" if rate is None else _percent(rate)
 
 
 def _memory(variant: Row) -> str:
@@ -60,7 +64,7 @@ MAIN: Mapping[str, Callable[[Row], str]] = {
     "throughput": lambda v: _number(v["throughput_tok_s"], ",.1f", " tok/s"),
     "TPOT end-to-end": lambda v: _number(v["tpot_e2e_ms"], ".4g", " ms/tok"),
     "TPOT decode-only": lambda v: _number(v["tpot_decode_ms"], ".4g", " ms/tok"),
-    "KV-cache hit rate": hit_rate,
+    "KV-cache hit rate": _hit_rate,
 }
 MORE: Mapping[str, Callable[[Row], str]] = {
     "scenario": lambda v: v["name"],

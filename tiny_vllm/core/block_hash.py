@@ -60,6 +60,7 @@ class HashChain:
         self._hash_fn = hash_fn
         self.root = _field(request.cache_salt) + _field(request.adapter)
         self.tokens: list[bytes] = []  # per full block
+        request.block_hashes.clear()  # a request freed before starts afresh
 
     def extend(self, request: Request) -> None:
         """Hash the blocks that became full since the last call into ``request.block_hashes``.

@@ -79,10 +79,6 @@ class KVCacheManager:
         new = -(-request.num_tokens // self.block_size) - len(hit.blocks)
         return new + unreferenced + reserve <= self.pool.num_available
 
-    def blocks_short(self, request: Request) -> int:
-        """Blocks the request still needs for all its known tokens."""
-        return -(-request.num_tokens // self.block_size) - len(request.block_ids)
-
     def room(self, request: Request) -> int:
         """Tokens the request could run now: the rest of its table and all available blocks."""
         blocks = len(request.block_ids) + self.pool.num_available

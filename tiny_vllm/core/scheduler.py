@@ -54,8 +54,7 @@ class Scheduler:
     def __init__(self, config: EngineConfig, hash_fn: HashFn = blake2b_128) -> None:
         self._max_model_len = _concrete(config, "max_model_len")
         self._token_budget = _concrete(config, "max_num_batched_tokens")
-        # one token of budget per running request: a decode can then not starve a prefill
-        self._max_running = min(_concrete(config, "max_num_seqs"), self._token_budget)
+        self._max_num_seqs = _concrete(config, "max_num_seqs")
         self._chunked = config.enable_chunked_prefill
         self._debug = config.debug_checks
         if not self._chunked and self._token_budget < self._max_model_len:
@@ -135,7 +134,7 @@ class Scheduler:
         prefills = self._schedule_decodes(plan)
         self._schedule_prefills(plan, prefills)
         if not preempted:
-            self._admit(plan, prefills)
+            self._admit(plan)
         self._in_flight = plan.requests
         self.cached_tokens_last_step = plan.num_cached_tokens
         if self._debug:
@@ -242,6 +241,7 @@ class Scheduler:
             else:
                 new_block_ids = self.kv.allocate(request, 1)
                 assert new_block_ids is not None, "a decode was left without a block"
+                assert plan.budget > 0, "more running requests than the step has tokens"
                 plan.add_decode(request, new_block_ids)
         return prefills
 
@@ -255,20 +255,21 @@ class Scheduler:
             assert new_block_ids is not None, "room() promised blocks"
             plan.add_prefill(request, new_block_ids, num_tokens)
 
-    def _admit(self, plan: StepPlan, prefills: list[Request]) -> None:
+    def _admit(self, plan: StepPlan) -> None:
         """Admit waiting requests in order while budget, rows and blocks last.
 
-        A request enters only if all its tokens fit beside what running prefills still
-        need and a watermark; alone it may take the whole pool.
+        A request enters only if all its known tokens and a watermark fit; alone it may
+        take the whole pool. Budget is left only when each running request got a token (and
+        each running prefill all of its own), so there are never more of them than tokens,
+        and no block is promised twice.
         """
-        reserve = sum(self.kv.blocks_short(request) for request in prefills)
-        while plan.budget and self._waiting and len(self._running) < self._max_running:
+        while plan.budget and self._waiting and len(self._running) < self._max_num_seqs:
             request = self._waiting.peek()
             hit = self.kv.lookup(request)
             left = request.num_tokens - hit.num_tokens
             if left > plan.budget and not self._chunked:
                 return
-            if not self.kv.fits(request, hit, reserve + self._watermark * bool(self._running)):
+            if not self.kv.fits(request, hit, self._watermark if self._running else 0):
                 return
             self._start(plan, request, hit, min(left, plan.budget))
 

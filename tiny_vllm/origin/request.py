@@ -84,13 +84,14 @@ class OriginRequest:
             self.prompt_logprobs = [entry and name(entry) for entry in entries]
 
     def _ending(self, token_id: int) -> tuple[FinishReason | None, int | None]:
-        params, num_output = self.row.params, len(self.row.output_token_ids)
-        if num_output >= params.min_tokens:
-            if token_id in self.row.eos_token_ids and not params.ignore_eos:
-                return FinishReason.STOP, None
-            if token_id in params.stop_token_ids:
-                return FinishReason.STOP, token_id
-        return (FinishReason.LENGTH if num_output >= self.max_tokens else None), None
+        # While min_tokens lasts the sampler masks the tokens that would end the request.
+        params = self.row.params
+        if token_id in self.row.eos_token_ids and not params.ignore_eos:
+            return FinishReason.STOP, None
+        if token_id in params.stop_token_ids:
+            return FinishReason.STOP, token_id
+        is_full = len(self.row.output_token_ids) >= self.max_tokens
+        return (FinishReason.LENGTH if is_full else None), None
 
     def finish(
         self,

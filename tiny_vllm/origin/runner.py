@@ -14,7 +14,7 @@ from torch import Tensor
 from tiny_vllm.config import ModelConfig
 from tiny_vllm.layers.decoder_layer import Attend
 from tiny_vllm.models.loader import LoadedModel
-from tiny_vllm.origin.attention import DecodeAttention, PrefillAttention
+from tiny_vllm.origin.attention import DecodeAttention, PrefillAttention, kernels
 from tiny_vllm.origin.kv_cache import ContiguousKvCache
 from tiny_vllm.outputs import TokenLogprobs
 from tiny_vllm.protocol import KvBytes, SampledToken
@@ -81,7 +81,8 @@ class SlotRunner:
         self, token_ids: Sequence[int], positions: Sequence[int], attend: Attend
     ) -> Tensor:
         flat = torch.tensor([list(token_ids), list(positions)], device=self._device)
-        return self._decoder.forward(flat[0], flat[1], attend)
+        with kernels():
+            return self._decoder.forward(flat[0], flat[1], attend)
 
     def _finish(
         self, hidden: Tensor, rows: Sequence[SamplingRow], spans: Sequence[tuple[int, int]]

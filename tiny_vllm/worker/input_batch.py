@@ -5,7 +5,6 @@ few copies. Knows neither the scheduler nor the model. Invariant: a row's
 ``num_tokens`` counts known tokens; sampled ones are appended here.
 """
 
-import hashlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -13,20 +12,12 @@ import numpy.typing as npt
 import torch
 
 from tiny_vllm.attention.metadata import AttentionBatch
+from tiny_vllm.outputs import TokenLogprobs
 from tiny_vllm.protocol import NewRequestData, SchedulerOutput
 from tiny_vllm.request import BlockId, RequestId
-from tiny_vllm.sampler import SamplingRow, make_generator
+from tiny_vllm.sampler import SamplingRow, make_generator, request_seed
 
 _GROWTH = 256
-
-
-def draw_seed(seed: int, position: int) -> int:
-    """Seed of one draw: a function of the request's seed and the token's position only.
-
-    So a resumed request, or one in another batch, draws the same numbers again.
-    """
-    digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 class BatchRow:
@@ -41,23 +32,16 @@ class BatchRow:
         self.block_ids = np.array(data.block_ids, dtype=np.int32)
         self.num_blocks = len(data.block_ids)
         self.num_computed_tokens = data.num_computed_tokens
-        self._seed = data.params.seed
-        if self._seed is None:
-            digest = hashlib.blake2b(data.request_id.encode(), digest_size=8).digest()
-            self._seed = engine_seed ^ int.from_bytes(digest, "little")
+        seed = request_seed(data.params, engine_seed, data.request_id)
+        self.prompt_logprobs: list[TokenLogprobs | None] = []  # grows chunk by chunk
         self._output_token_ids = list(data.token_ids[data.num_prompt_tokens :])
         self.sampling = SamplingRow(
             params=data.params,
             prompt_token_ids=data.token_ids[: data.num_prompt_tokens],
             output_token_ids=self._output_token_ids,
             eos_token_ids=data.eos_token_ids,
-            generator=None if data.params.is_greedy else make_generator(0, device),
+            generator=None if data.params.is_greedy else make_generator(seed, device),
         )
-
-    def prepare_draw(self) -> None:
-        """Key the random generator to the token that comes next."""
-        if self.sampling.generator is not None and self._seed is not None:
-            self.sampling.generator.manual_seed(draw_seed(self._seed, self.num_tokens))
 
     def append_token(self, token_id: int) -> None:
         """Add a sampled token."""

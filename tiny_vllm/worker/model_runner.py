@@ -11,7 +11,6 @@ from torch import Tensor
 from tiny_vllm.attention.metadata import AttentionBackend
 from tiny_vllm.attention.torch_backend import TorchAttention
 from tiny_vllm.models.loader import LoadedModel
-from tiny_vllm.outputs import TokenLogprobs
 from tiny_vllm.protocol import ModelRunnerOutput, SampledToken, SchedulerOutput
 from tiny_vllm.sampler import Sampler, prompt_logprobs
 from tiny_vllm.worker.input_batch import BatchRow, InputBatch, StepBatch
@@ -58,8 +57,6 @@ class ModelRunner:
         last = torch.from_numpy(batch.attention.query_start_loc[1:][indices] - 1)
         logits = self._decoder.logits(hidden[last.to(self._device)])
         rows = [batch.rows[i] for i in indices]
-        for row in rows:
-            row.prepare_draw()
         results = self._sampler.sample(logits, [row.sampling for row in rows])
         for row, result in zip(rows, results, strict=True):
             if isinstance(result, SampledToken):
@@ -73,27 +70,25 @@ class ModelRunner:
     ) -> None:
         starts = batch.attention.query_start_loc.tolist()
         for i, row in enumerate(batch.rows):
-            if row.params.prompt_logprobs is None or row.num_computed_tokens >= (
-                row.num_prompt_tokens - 1
-            ):
+            if row.params.prompt_logprobs is None:
                 continue
-            output.prompt_logprobs[row.request_id] = self._row_prompt_logprobs(
-                row, hidden[starts[i] : starts[i + 1]], row.params.prompt_logprobs
-            )
+            self._extend_prompt_logprobs(row, hidden[starts[i] : starts[i + 1]])
+            if batch.ends[i] == row.num_prompt_tokens:  # complete: report it once
+                output.prompt_logprobs[row.request_id] = row.prompt_logprobs
 
-    def _row_prompt_logprobs(
-        self, row: BatchRow, hidden: Tensor, num_top: int
-    ) -> list[TokenLogprobs | None]:
+    def _extend_prompt_logprobs(self, row: BatchRow, hidden: Tensor) -> None:
         first = row.num_computed_tokens
+        if first == 0:
+            row.prompt_logprobs = [None]
         # The hidden state of token i predicts token i + 1 of the prompt.
-        count = min(len(hidden), row.num_prompt_tokens - 1 - first)
+        count = max(0, min(len(hidden), row.num_prompt_tokens - 1 - first))
         targets = row.token_ids[first + 1 : first + 1 + count].tolist()
-        result: list[TokenLogprobs | None] = [None] if first == 0 else []
+        num_top = row.params.prompt_logprobs
+        assert num_top is not None
         for begin in range(0, count, _LOGIT_ROWS):
             end = min(begin + _LOGIT_ROWS, count)
             logits = self._decoder.logits(hidden[begin:end])
-            result.extend(prompt_logprobs(logits, targets[begin:end], num_top))
-        return result
+            row.prompt_logprobs.extend(prompt_logprobs(logits, targets[begin:end], num_top))
 
 
 def build_backend(loaded: LoadedModel) -> AttentionBackend:

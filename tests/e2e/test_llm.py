@@ -1,0 +1,274 @@
+"""`LLM` on the small real model: text, streams, stops, log-probabilities, bad input."""
+
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from tiny_vllm import LLM, SamplingParams
+from tiny_vllm.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelLoadError
+from tiny_vllm.outputs import FinishReason
+
+pytestmark = pytest.mark.real_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+FRANCE = "The capital of France is"
+PARIS_CHAT = [{"role": "user", "content": "Name the capital of France in one word."}]
+
+
+@pytest.fixture(scope="module")
+def llm():
+    return LLM("smollm2-135m", dtype="float32", debug_checks=True, max_model_len=1024)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_running(request):
+    yield
+    if "llm" in request.fixturenames:
+        engine = request.getfixturevalue("llm").engine
+        assert not engine.has_unfinished_requests()
+        engine.check_invariants()
+
+
+def test_text_prompt(llm):
+    (output,) = llm.generate(FRANCE, GREEDY)
+    assert output.prompt == FRANCE
+    assert output.outputs[0].text.startswith(" Paris")
+    assert output.finished and output.outputs[0].finish_reason is FinishReason.LENGTH
+    assert len(output.outputs[0].token_ids) == 12
+
+
+def test_chat_prompt_and_its_end(llm):
+    (output,) = llm.chat(PARIS_CHAT, GREEDY.replace(max_tokens=40))
+    assert output.outputs[0].text and output.outputs[0].token_ids[-1] == 2  # <|im_end|>
+    assert "<|im_end|>" not in output.outputs[0].text
+    assert output.outputs[0].finish_reason is FinishReason.STOP
+
+
+def test_token_prompt_equals_text_prompt(llm):
+    ids = llm.tokenizer.encode(FRANCE)
+    by_ids, by_text = llm.generate([ids, FRANCE], GREEDY)
+    assert by_ids.outputs[0].token_ids == by_text.outputs[0].token_ids
+
+
+def test_outputs_keep_the_callers_order(llm):
+    prompts = [f"{word} is a word of" for word in ("one", "two", "three", "four", "five")]
+    params = [GREEDY.replace(max_tokens=n) for n in (9, 1, 7, 3, 5)]
+    outputs = llm.generate(prompts, params)
+    assert [o.prompt for o in outputs] == prompts
+    assert [len(o.outputs[0].token_ids) for o in outputs] == [9, 1, 7, 3, 5]
+
+
+def test_same_answer_hit_or_miss(llm):
+    """A warm prompt is taken from the cache and answers as it did cold."""
+    prompt = "The river runs past the mill, the church and the old school. " * 8 + "Then it"
+    llm.reset_prefix_cache()
+    (cold,) = llm.generate(prompt, GREEDY)
+    (warm,) = llm.generate(prompt, GREEDY)
+    assert cold.num_cached_tokens == 0
+    assert warm.num_cached_tokens > 60
+    assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
+
+
+def test_salt_separates(llm):
+    prompt = "All happy families are alike; every unhappy family is unhappy. " * 6
+    llm.generate(prompt, GREEDY, cache_salt="a")
+    (other,) = llm.generate(prompt, GREEDY, cache_salt="b")
+    (same,) = llm.generate(prompt, GREEDY, cache_salt="a")
+    assert other.num_cached_tokens == 0 and same.num_cached_tokens > 0
+
+
+def test_stream_equals_generate(llm):
+    (whole,) = llm.generate(FRANCE, GREEDY)
+    parts = list(llm.stream(FRANCE, GREEDY))
+    texts = [p.outputs[0].text for p in parts]
+    assert len(parts) > 3 and parts[-1].finished
+    assert all(b.startswith(a) for a, b in zip(texts, texts[1:], strict=False))
+    assert texts[-1] == whole.outputs[0].text
+
+
+def test_interleaved_streams(llm):
+    first, second = llm.stream(FRANCE, GREEDY), llm.stream("Two and two make", GREEDY)
+    alternating = [next(first), next(second), next(first), next(second)]
+    rest_first, rest_second = list(first), list(second)
+    assert rest_first[-1].finished and rest_second[-1].finished
+    assert rest_first[-1].request_id != rest_second[-1].request_id
+    assert alternating[0].request_id == rest_first[-1].request_id
+
+
+def test_closing_a_stream_aborts_it(llm):
+    stream = llm.stream(FRANCE, GREEDY.replace(max_tokens=500))
+    next(stream)
+    stream.close()
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_n_completions(llm):
+    params = SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=8)
+    (output,) = llm.generate(FRANCE, params)
+    (again,) = llm.generate(FRANCE, params)
+    assert [c.index for c in output.outputs] == [0, 1, 2]
+    assert len({tuple(c.token_ids) for c in output.outputs}) > 1
+    assert [c.token_ids for c in output.outputs] == [c.token_ids for c in again.outputs]
+
+
+def test_seed_does_not_depend_on_the_batch(llm):
+    params = SamplingParams(temperature=1.0, seed=11, max_tokens=8)
+    (alone,) = llm.generate(FRANCE, params)
+    batch = llm.generate(["One", FRANCE, "Three little"], params)
+    assert batch[1].outputs[0].token_ids == alone.outputs[0].token_ids
+
+
+def test_stop_string_across_tokens(llm):
+    (free,) = llm.generate(FRANCE, GREEDY)
+    text = free.outputs[0].text
+    stop = text[3:9]
+    parts = list(llm.stream(FRANCE, GREEDY.replace(stop=stop)))
+    done = parts[-1].outputs[0]
+    assert done.text == text[: text.index(stop)]
+    assert done.finish_reason is FinishReason.STOP and done.stop_reason == stop
+    assert len(done.token_ids) < len(free.outputs[0].token_ids)
+    assert all(done.text.startswith(p.outputs[0].text) for p in parts)
+
+
+def test_stop_string_equal_to_the_first_token(llm):
+    (output,) = llm.generate(FRANCE, GREEDY.replace(stop=[" Paris"]))
+    assert output.outputs[0].text == "" and len(output.outputs[0].token_ids) == 1
+
+
+def test_stop_token_id(llm):
+    (free,) = llm.generate(FRANCE, GREEDY)
+    stop_id = free.outputs[0].token_ids[2]
+    (output,) = llm.generate(FRANCE, GREEDY.replace(stop_token_ids=[stop_id]))
+    assert output.outputs[0].stop_reason == stop_id
+    assert output.outputs[0].finish_reason is FinishReason.STOP
+
+
+def test_one_token(llm):
+    """max_tokens = 1 on a miss and on a hit (case 3)."""
+    prompt = "A long enough sentence to fill more than one block of the cache. " * 4
+    llm.reset_prefix_cache()
+    for _ in range(2):
+        (output,) = llm.generate(prompt, GREEDY.replace(max_tokens=1))
+        assert len(output.outputs[0].token_ids) == 1
+        assert output.outputs[0].finish_reason is FinishReason.LENGTH
+
+
+def test_max_tokens_none_runs_to_the_context_limit():
+    llm = LLM("smollm2-135m", max_model_len=48)
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    (output,) = llm.generate(FRANCE, params)
+    done = output.outputs[0]
+    assert len(output.prompt_token_ids) + len(done.token_ids) == 48
+    assert done.finish_reason is FinishReason.LENGTH
+
+
+def test_logprobs(llm):
+    (output,) = llm.generate(FRANCE, GREEDY.replace(logprobs=3, max_tokens=4))
+    entries = output.outputs[0].logprobs
+    assert len(entries) == 4
+    for token_id, entry in zip(output.outputs[0].token_ids, entries, strict=True):
+        assert entry[token_id].rank == 1 and len(entry) == 3
+        assert all(p.logprob <= 0 for p in entry.values())
+    assert entries[0][output.outputs[0].token_ids[0]].decoded_token == " Paris"
+    total = sum(e[t].logprob for t, e in zip(output.outputs[0].token_ids, entries, strict=True))
+    assert output.outputs[0].cumulative_logprob == pytest.approx(total)
+
+
+def test_prompt_logprobs_cold_and_warm(llm):
+    """Case 2: n entries, the first null, the same after the prompt is cached."""
+    prompt = "Sphinx of black quartz, judge my vow. " * 20
+    params = GREEDY.replace(prompt_logprobs=1, max_tokens=1)
+    llm.reset_prefix_cache()
+    runs = [llm.generate(prompt, params)[0] for _ in range(2)]
+    for run in runs:
+        assert len(run.prompt_logprobs) == len(run.prompt_token_ids)
+        assert run.prompt_logprobs[0] is None
+        for token_id, entry in zip(run.prompt_token_ids[1:], run.prompt_logprobs[1:], strict=True):
+            assert token_id in entry
+    first, second = ([e and dict(e) for e in run.prompt_logprobs] for run in runs)
+    assert first == second
+
+
+def test_a_refused_prompt_disturbs_nothing(llm):
+    with pytest.raises(InvalidRequestError, match="prompt"):
+        llm.generate([FRANCE, ""], GREEDY)
+    assert not llm.engine.has_unfinished_requests()
+    assert llm.generate(FRANCE, GREEDY)[0].finished
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([1, 2, 49152], "49152"),
+        ([1, -5], "-5"),
+        (list(range(1000)) * 2, "1024"),
+        ([], "prompts must|empty|no tokens"),
+        ({"a": 1}, "prompt"),
+        ([{"role": "user"}], "content"),
+    ],
+)
+def test_bad_prompts(llm, prompt, message):
+    with pytest.raises(InvalidRequestError, match=message):
+        llm.generate([prompt], GREEDY)
+
+
+def test_emoji_and_cjk_stream(llm):
+    """Case 19: concatenated deltas equal the full text, no replacement character."""
+    prompt = "Repeat: 日本語テキスト 🎉🚀 naïve. Repeat: 日本語テキスト 🎉"
+    parts = list(llm.stream(prompt, GREEDY.replace(max_tokens=20)))
+    final = parts[-1].outputs[0]
+    assert final.text == llm.tokenizer.decode(final.token_ids) or final.text.rstrip("\ufffd")
+    for part in parts[:-1]:
+        assert "\ufffd" not in part.outputs[0].text
+        assert final.text.startswith(part.outputs[0].text)
+
+
+def test_two_engines_in_one_process(llm):
+    other = LLM("smollm2-135m", dtype="float32", block_size=16, max_model_len=256)
+    a = llm.generate(FRANCE, GREEDY)[0].outputs[0].token_ids
+    b = other.generate(FRANCE, GREEDY)[0].outputs[0].token_ids
+    assert a == b
+    other.shutdown()
+    with pytest.raises(EngineDeadError):
+        other.generate(FRANCE, GREEDY)
+    assert llm.generate(FRANCE, GREEDY)[0].outputs[0].token_ids == a
+
+
+def test_unknown_model_and_key():
+    with pytest.raises(ModelLoadError, match="smollm2-135m"):
+        LLM("smollm2-135")
+    with pytest.raises(ConfigError, match="block_size"):
+        LLM("smollm2-135m", block_sise=16)
+
+
+def test_pool_smaller_than_a_request():
+    llm = LLM("smollm2-135m", num_blocks=2, block_size=16, max_model_len=512)
+    with pytest.raises(InvalidRequestError, match=r"32"):
+        llm.generate([list(range(100, 140))], GREEDY)
+    assert llm.generate([[5, 6, 7]], GREEDY)[0].finished
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+def test_interrupt_leaves_no_dead_state():
+    """Ctrl-C in the middle of a long generate: the same LLM works on, with a clean pool."""
+    script = """
+        import os, signal, threading
+        from tiny_vllm import LLM, SamplingParams
+        llm = LLM("smollm2-135m", max_model_len=2048, debug_checks=True)
+        params = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
+        threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            llm.generate(["Once", "Twice"], params)
+        except KeyboardInterrupt:
+            print("interrupted")
+        assert not llm.engine.has_unfinished_requests()
+        llm.engine.check_invariants()
+        print(llm.generate("The capital of France is", params.replace(max_tokens=2))[0].outputs[0].text)
+    """
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=100
+    )
+    assert run.stdout.splitlines()[0] == "interrupted", run.stderr
+    assert "Paris" in run.stdout and run.returncode == 0
