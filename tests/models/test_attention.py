@@ -61,8 +61,8 @@ def reference(config, batch, keys, values, q, window=None):
     for t, (row, position) in enumerate(zip(rows, positions, strict=True)):
         seen = np.arange(0 if window is None else max(0, position - window + 1), position + 1)
         slots = batch.block_tables[row, seen // BLOCK].astype(np.int64) * BLOCK + seen % BLOCK
-        k = keys[slots].repeat_interleave(group, 1)
-        v = values[slots].repeat_interleave(group, 1)
+        k = keys[:, slots].transpose(0, 1).repeat_interleave(group, 1)
+        v = values[:, slots].transpose(0, 1).repeat_interleave(group, 1)
         scores = torch.einsum("hd,shd->hs", q[t], k) * config.head_dim**-0.5
         out[t] = torch.einsum("hs,shd->hd", scores.softmax(-1), v)
     return out
@@ -86,6 +86,8 @@ def run_backend(config, batch, share, seed=0):
 @pytest.mark.parametrize("seed", range(25))
 def test_random_forests_equal_the_definition(seed, share, monkeypatch):
     monkeypatch.setattr("tiny_vllm.attention.torch_plan.MIN_SAVED_TOKENS", 4)
+    monkeypatch.setattr("tiny_vllm.attention.torch_plan.MIN_PIECE_TOKENS", 3)
+    monkeypatch.setattr("tiny_vllm.attention.torch_plan.SHORT_TAIL_TOKENS", 8)
     rng = np.random.default_rng(seed)
     batch = random_tree_batch(rng, int(rng.integers(1, 24)))
     backend, q, out, _ = run_backend(model(), batch, share, seed)

@@ -4,8 +4,7 @@
 """
 
 import json
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -50,9 +49,7 @@ def order() -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def _in_process(
-    monkeypatch: pytest.MonkeyPatch, order: list[str], tmp_path: Path
-) -> Iterator[None]:
+def _in_process(monkeypatch: pytest.MonkeyPatch, order: list[str], tmp_path: Path) -> None:
     def run(target: object, spec: RunSpec, *, on_event: Callable[[Event], None]) -> Any:
         assert target is worker.run_variant
         order.append(spec.factory.partition(":")[2])
@@ -69,7 +66,6 @@ def _in_process(
     monkeypatch.setitem(variants.FACTORIES, "extended", "bench_fake:FakeEngine")
     monkeypatch.setitem(variants.FACTORIES, "origin", "bench_fake:FakeEngine")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    yield
 
 
 def no_encoder() -> Any:
@@ -299,6 +295,10 @@ def test_lengths_and_slots_are_the_traces_own(tmp_path: Path) -> None:
     assert config["max_model_len"] == 64  # 42 rounded up
     assert config["max_num_seqs"] == 4
     assert config["skip_tokenizer_init"] is True
+    reasons = bench(tmp_path).summary["variants"][0]["reasons"]
+    assert reasons["max_model_len"] == "longest request of the trace, rounded up to 64"
+    assert reasons["max_num_seqs"].startswith("number of requests")
+    assert reasons["device"] == "a test"
     many = bench(tmp_path, workload="cold-64x2k", scale=0.01).summary
     assert many["variants"][0]["config"]["max_num_seqs"] == many["max_num_seqs"] == 16
 
@@ -388,7 +388,7 @@ def test_median_of_runs() -> None:
     runs.append({"a": 4, "b": {"c": 9.0, "d": None}, "e": True, "f": "x"})
     assert median_of(runs) == {"a": 1, "b": {"c": 3.0, "d": None}, "e": True, "f": "x"}
     assert median_of([1, 2]) == 1.5
-    assert math.isclose(median_of([replace_me := 2.0, 4.0]), 3.0) and replace_me == 2.0
+    assert median_of([2.0, 4.0]) == 3.0
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,7 @@ def test_each_built_in_changes_one_setting(name: str, key: str, value: object) -
 def test_own_variants_with_several_changes() -> None:
     text = "extended,small=block_size:16,gpu_memory_utilization:0.5;one=engine:origin"
     _, small, one = parse_variants([text + ",max_num_seqs:1"])
-    assert small == Variant(
-        "small", "extended", {"block_size": 16, "gpu_memory_utilization": 0.5}
-    )
+    assert small == Variant("small", "extended", {"block_size": 16, "gpu_memory_utilization": 0.5})
     assert one == Variant("one", "origin", {"max_num_seqs": 1})
     assert small.config({"block_size": 32}).block_size == 16
 

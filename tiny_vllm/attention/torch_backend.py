@@ -1,9 +1,9 @@
 """Attention in plain torch over a paged KV cache; the CPU data plane.
 
-Slots are token-major, ``[num_blocks * block_size, kv_heads, head_dim]`` a layer, so
-that a run of consecutive blocks is a view: the common case of a prompt's prefix costs
-no gather. K and V of a step are written before attention, so rows may read blocks
-that other rows of the same step fill.
+K and V of a layer are ``[kv_heads, num_blocks * block_size, head_dim]``: a run of
+consecutive blocks is a view, so the common case of a prompt's prefix costs no gather,
+and each head streams through memory. They are written before attention, so rows may
+read blocks that other rows of the same step fill.
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from tiny_vllm.attention.torch_plan import (
 )
 from tiny_vllm.config import ModelConfig
 from tiny_vllm.layers.decoder_layer import Attend
-from tiny_vllm.ops.attention import attention_with_lse, merge_partials
+from tiny_vllm.ops.attention import attention_with_lse, merge_partials, merge_pieces
 from tiny_vllm.protocol import KvBytes
 
 
@@ -73,7 +73,7 @@ class TorchAttention:
         self._group = config.num_heads // config.num_kv_heads
         self._scale = config.head_dim**-0.5
         # Zeros, not empty: padded slots are masked, and 0 x NaN would not be.
-        shape = (num_blocks * block_size, config.num_kv_heads, config.head_dim)
+        shape = (config.num_kv_heads, num_blocks * block_size, config.head_dim)
         layers = range(config.num_layers)
         self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
         self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
@@ -102,6 +102,7 @@ class TorchAttention:
         for run in plan.runs:
             run.tokens, run.parts = move(run.tokens), move(run.parts)
             run.slots = move(run.slots)
+            run.mask = None if run.mask is None else run.mask.to(self._device)
         for tail in plan.tails:
             tail.tokens, tail.parts = move(tail.tokens), move(tail.parts)
             tail.blocks = tail.blocks.to(self._device)
@@ -111,40 +112,51 @@ class TorchAttention:
 
     def write(self, layer: int, slots: Index, k: Tensor, v: Tensor) -> None:
         """Store K and V [T, kv_heads, head_dim] of a step."""
-        _put(self._keys[layer], slots, k)
-        _put(self._values[layer], slots, v)
+        for cache, values in ((self._keys[layer], k), (self._values[layer], v)):
+            if isinstance(slots, slice):
+                cache[:, slots].copy_(values.transpose(0, 1))
+            else:
+                cache.index_copy_(1, slots, values.transpose(0, 1))
 
-    def read(self, layer: int, slots: Index, length: int) -> tuple[Tensor, Tensor]:
-        """K and V of a slice of slots (a view) or of blocks (gathered), [length, ...]."""
-        keys, values = self._keys[layer], self._values[layer]
+    def read(self, cache: Tensor, slots: Index, length: int) -> Tensor:
+        """Slots of a layer's K or V, [kv_heads, length, head_dim].
+
+        A slice of slots is a view; block ids are gathered.
+        """
         if isinstance(slots, slice):
-            return keys[slots], values[slots]
-        return self._gather(keys, slots)[:length], self._gather(values, slots)[:length]
-
-    def _gather(self, cache: Tensor, blocks: Tensor) -> Tensor:
-        rows = cache.view(-1, self._block_size, *cache.shape[1:]).index_select(0, blocks)
-        return rows.view(-1, *cache.shape[1:])
+            return cache[:, slots.start : slots.start + length]
+        heads, _, head_dim = cache.shape
+        blocks = cache.view(heads, -1, self._block_size, head_dim).index_select(1, slots)
+        return blocks.view(heads, -1, head_dim)[:, :length]
 
     def run_item(self, layer: int, item: RunItem, q: Tensor, parts: _Parts) -> None:
         """Tokens x one run: the query rows of a KV head are folded into one matrix."""
-        k, v = self.read(layer, item.slots, item.length)
-        n, group = item.num_tokens, self._group
+        n, group, pieces = item.num_tokens, self._group, item.pieces
+        heads, head_dim = q.shape[1], q.shape[3]
         rows = _take(q, item.tokens).transpose(0, 1)  # [kv_heads, n, group, head_dim]
-        folded = rows.reshape(1, -1, n * group, rows.shape[-1])
-        out, lse = attention_with_lse(
-            folded, k.transpose(0, 1).unsqueeze(0), v.transpose(0, 1).unsqueeze(0), self._scale
+        folded = rows.reshape(1, heads, n * group, head_dim).expand(pieces, -1, -1, -1)
+        k, v = (
+            self.read(cache[layer], item.slots, item.padded_length)
+            .unflatten(1, (pieces, -1))
+            .transpose(0, 1)
+            for cache in (self._keys, self._values)
         )
-        out = out.view(-1, n, group, out.shape[-1]).transpose(0, 1)
-        parts.put(item.parts, out, lse.view(-1, n, group).transpose(0, 1))
+        out, lse = attention_with_lse(folded, k, v, self._scale, mask=item.mask)
+        if pieces > 1:
+            out, lse = merge_pieces(out, lse)
+        out = out.reshape(heads, n, group, head_dim).transpose(0, 1)
+        parts.put(item.parts, out, lse.reshape(heads, n, group).transpose(0, 1))
 
     def run_tails(self, layer: int, item: TailItem, q: Tensor, parts: _Parts) -> None:
         """Private tails of many rows as one padded batch."""
-        shape = (item.num_rows, item.length, *self._keys[layer].shape[1:])
-        k = self._gather(self._keys[layer], item.blocks).view(shape)
-        v = self._gather(self._values[layer], item.blocks).view(shape)
-        out, lse = attention_with_lse(
-            _take(q, item.tokens), k.transpose(1, 2), v.transpose(1, 2), self._scale, mask=item.mask
+        total = item.num_rows * item.length
+        k, v = (
+            self.read(cache[layer], item.blocks, total)
+            .unflatten(1, (item.num_rows, item.length))
+            .transpose(0, 1)
+            for cache in (self._keys, self._values)
         )
+        out, lse = attention_with_lse(_take(q, item.tokens), k, v, self._scale, mask=item.mask)
         parts.put(item.parts, out, lse)
 
     def run_causal(self, item: CausalItem, q: Tensor, k: Tensor, v: Tensor, parts: _Parts) -> None:
@@ -162,16 +174,12 @@ class TorchAttention:
 
     def run_window(self, layer: int, item: WindowItem, q: Tensor, out: Tensor) -> None:
         """One row under a sliding window."""
-        keep = slice(item.offset, item.offset + item.length)
-        k = self._gather(self._keys[layer], item.blocks)[keep]
-        v = self._gather(self._values[layer], item.blocks)[keep]
+        end = item.offset + item.length
+        k = self.read(self._keys[layer], item.blocks, end)[:, item.offset :]
+        v = self.read(self._values[layer], item.blocks, end)[:, item.offset :]
         rows = q[item.tokens].transpose(0, 1).unsqueeze(0)
         result, _ = attention_with_lse(
-            rows,
-            k.transpose(0, 1).unsqueeze(0),
-            v.transpose(0, 1).unsqueeze(0),
-            self._scale,
-            mask=item.mask[None, None],
+            rows, k.unsqueeze(0), v.unsqueeze(0), self._scale, mask=item.mask[None, None]
         )
         out[item.tokens] = result[0].transpose(0, 1)
 

@@ -17,19 +17,28 @@ from tiny_vllm.attention.planner import Forest, build_forest
 MIN_SAVED_TOKENS = 128
 SHORT_TAIL_TOKENS = 256  # shorter private tails of decodes are gathered and run together
 NEVER_SHARE = 1 << 60
+FEW_TOKENS = 4  # a run is read in pieces for at most so many query tokens
+MIN_PIECE_TOKENS = 512
+MAX_PIECES = 2
 
 Index = slice | Tensor  # a slice where tokens or slots are consecutive, else int64 indices
 
 
 @dataclass(slots=True)
 class RunItem:
-    """Tokens that all see the same ``length`` cache slots, without a mask."""
+    """Tokens that all see the same run of cache slots.
+
+    The run is read in ``pieces`` of equal length, so that few query rows still keep
+    all threads busy; the mask hides the slots the last piece has too many.
+    """
 
     tokens: Index
     parts: Index  # where the tokens' results go, in the flat [parts x T] buffer
     num_tokens: int
     slots: Index  # a slice of slots, or block ids
-    length: int
+    padded_length: int
+    pieces: int = 1
+    mask: Tensor | None = None  # [pieces, 1, 1, padded_length / pieces], additive
 
 
 @dataclass(slots=True)
@@ -129,12 +138,33 @@ class PlanBuilder:
     def _add_run(self, tokens: IntArray, level: int, block_ids: IntArray, length: int) -> None:
         slots = as_index(block_ids)
         if isinstance(slots, slice):
-            first = slots.start * self._block_size
-            slots = slice(first, first + length)
+            slots = slice(slots.start * self._block_size, slots.stop * self._block_size)
+        pieces = self._num_pieces(len(tokens), length)
+        padded = -(-length // pieces) * pieces
+        mask = self._hide_after(length, padded, (pieces, 1, 1, padded // pieces))
+        parts = self._parts(tokens, level)
         self.plan.runs.append(
-            RunItem(as_index(tokens), self._parts(tokens, level), len(tokens), slots, length)
+            RunItem(as_index(tokens), parts, len(tokens), slots, padded, pieces, mask)
         )
         self.plan.tokens_read += length
+
+    def _num_pieces(self, num_tokens: int, length: int) -> int:
+        """More than one only where query rows are few and keys are many.
+
+        Divides the block size, so that padding never leaves the last block.
+        """
+        if num_tokens > FEW_TOKENS or self._block_size % MAX_PIECES:
+            return 1
+        pieces = 1
+        while pieces < MAX_PIECES and length >= 2 * pieces * MIN_PIECE_TOKENS:
+            pieces *= 2
+        return pieces
+
+    def _hide_after(self, length: int, padded: int, shape: tuple[int, ...]) -> Tensor | None:
+        if length == padded:
+            return None
+        hidden = (torch.arange(padded) >= length).view(shape)
+        return torch.zeros(shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
 
     def _add_runs(self, forest: Forest) -> None:
         for run in forest.runs:

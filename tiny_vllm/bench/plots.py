@@ -30,11 +30,12 @@ def draw_comparison(summary: Row, data: RunData, path: str | Path) -> Path:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+    layout = ConstrainedLayoutEngine(h_pad=0.12, w_pad=0.08)
     target = Path(path) / PLOT if Path(path).is_dir() else Path(path)
     done = [v for v in summary["variants"] if not v.get("error")]
-    figure, axes = plt.subplots(2, 3, figsize=(15, 8.4), layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.12, w_pad=0.08)
+    figure, axes = plt.subplots(2, 3, figsize=(15, 8.4), layout=layout)
     panels = (_wall, _throughput, _tpot, _hits, _kv_bytes)
     for axis, panel in zip(axes.flat, panels, strict=False):
         panel(axis, done)
@@ -72,7 +73,7 @@ def _floor_marks(axis: Any, values: Sequence[float | None], bottom: float = 0.42
 
 
 def _legend(axis: Any) -> None:
-    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=4, fontsize=8, frameon=False)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=3, fontsize=8, frameon=False)
 
 
 def _wall(axis: Any, done: Sequence[Row]) -> None:

@@ -18,6 +18,7 @@ from tiny_vllm.protocol import EngineInfo, StepRecord
 
 SCHEMA = "tiny-vllm.bench/1"
 RANDOM_HIT_LIMIT = 0.01  # hits of a workload whose prompts share nothing
+USER = "set by the user"  # the engine's reason for a value it was handed
 LATENCIES = ("ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 SCALARS = (
     *("wall_s", "prefill_s", "decode_s", "throughput_tok_s", "tpot_e2e_ms", "tpot_decode_ms"),
@@ -87,7 +88,7 @@ def _variant(data: RunData, entry: Mapping[str, Any]) -> dict[str, Any]:
         "name": name,
         "engine": entry["engine"],
         "config": {**info["config"]},
-        "reasons": info["reasons"],
+        "reasons": _reasons(info["reasons"], data.manifest["reasons"]),
         "device": info["device"],
         "dtype": info["dtype"],
         "device_name": good[0]["environment"].get("device_name"),
@@ -97,6 +98,12 @@ def _variant(data: RunData, entry: Mapping[str, Any]) -> dict[str, Any]:
         "repeats": repeats,
     }
     return result if error is None else {**result, "error": error}
+
+
+def _reasons(engine: Mapping[str, str], bench: Mapping[str, str]) -> dict[str, str]:
+    """Why each setting has its value. What the benchmark chose, the engine saw as given."""
+    mine = {k: why for k, why in bench.items() if engine.get(k, USER) == USER}
+    return {**engine, **mine}
 
 
 def _empty(data: RunData, entry: Mapping[str, Any], error: str) -> dict[str, Any]:

@@ -61,6 +61,8 @@ class BenchOptions:
             raise ConfigError(f"repeats={self.repeats} must be at least 1")
         if self.arrivals not in (None, "all", "recorded"):
             raise ConfigError(f"arrivals={self.arrivals!r} is not one of all, recorded")
+        for variant in self.variants:
+            variant.config(self.engine)  # bad settings are found before anything is loaded
 
     @property
     def model(self) -> str:
@@ -112,6 +114,7 @@ class _Plan:
     workload: Workload
     configs: Mapping[str, EngineConfig]
     use_arrivals: bool
+    reasons: Mapping[str, str]
     notes: tuple[str, ...]
 
     @classmethod
@@ -121,13 +124,14 @@ class _Plan:
             raise TraceError(
                 f"--arrivals recorded: no request of {workload.name} has a field 'arrival'"
             )
-        base, notes = _base_settings(options, shape, workload)
+        base, reasons = _base_settings(options, shape, workload)
         return cls(
             options,
             workload,
             {v.name: v.config(base) for v in options.variants},
             recorded and options.arrivals != "all",
-            (*workload.notes, *notes),
+            reasons,
+            (*workload.notes, *_switch_notes(options, shape)),
         )
 
     def manifest(self) -> dict[str, Any]:
@@ -145,6 +149,7 @@ class _Plan:
             "num_requests": len(workload.requests),
             "trace_sha256": trace_sha256(workload.requests),
             "engine": next(iter(self.configs.values())).to_dict(),
+            "reasons": dict(self.reasons),
             "variants": [
                 {"name": v.name, "engine": v.engine, "config": self.configs[v.name].to_dict()}
                 for v in options.variants
@@ -167,19 +172,30 @@ class _Plan:
 
 def _base_settings(
     options: BenchOptions, shape: ModelShape, workload: Workload
-) -> tuple[dict[str, Any], list[str]]:
-    """EngineConfig keys that all variants share, and what to tell about them."""
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """EngineConfig keys that all variants share, and the reason of each chosen here."""
     base = {**options.engine, "skip_tokenizer_init": True}
-    notes = []
-    wanted = base.get("max_model_len") or -(-workload.longest // LENGTH_STEP) * LENGTH_STEP
-    asked = options.switches.max_seq_len
-    if asked is not None and asked > shape.max_model_len:
-        notes.append(
-            f"MAX_SEQ_LEN={asked} is above the model's limit; {shape.max_model_len} is used"
+    reasons = {"skip_tokenizer_init": "the trace is token ids"}
+    longest = -(-workload.longest // LENGTH_STEP) * LENGTH_STEP
+    if "max_model_len" not in base:
+        base["max_model_len"] = longest
+        reasons["max_model_len"] = f"longest request of the trace, rounded up to {LENGTH_STEP}"
+    if base["max_model_len"] > shape.max_model_len:
+        reasons["max_model_len"] = f"the model's limit; {base['max_model_len']} was wanted"
+        base["max_model_len"] = shape.max_model_len
+    if "max_num_seqs" not in base:
+        base["max_num_seqs"] = min(len(workload.requests), DEFAULT_MAX_NUM_SEQS)
+        reasons["max_num_seqs"] = (
+            f"number of requests, at most {DEFAULT_MAX_NUM_SEQS}; equal for all variants"
         )
-    base["max_model_len"] = min(wanted, shape.max_model_len)
-    base.setdefault("max_num_seqs", min(len(workload.requests), DEFAULT_MAX_NUM_SEQS))
-    return base, notes
+    return base, reasons
+
+
+def _switch_notes(options: BenchOptions, shape: ModelShape) -> list[str]:
+    asked = options.switches.max_seq_len
+    if asked is None or asked <= shape.max_model_len:
+        return []
+    return [f"MAX_SEQ_LEN={asked} is above the model's limit; {shape.max_model_len} is used"]
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 NONE = "–"
-MIN_WIDTH = 140  # of the tables when the output is not a terminal
+PIPE_WIDTH = 200  # enough for every column on one line
 Row = Mapping[str, Any]
 
 
@@ -125,7 +125,7 @@ def print_summary(summary: Row, console: Console | None = None) -> None:
     """Print tables and lines; a pipe gets tables wide enough not to wrap."""
     console = console or Console()
     if not console.is_terminal:
-        console = Console(file=console.file, width=MIN_WIDTH)
+        console = Console(file=console.file, width=PIPE_WIDTH)
     where = f"{summary['device_name'] or '?'} ({summary['device'] or 'no device'})"
     console.print(
         f"workload {summary['workload']}, model {summary['model']}, {where}, "

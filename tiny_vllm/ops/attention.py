@@ -67,3 +67,17 @@ def merge_partials(out: Tensor, lse: Tensor) -> Tensor:
         if i + 1 < out.shape[0]:
             total = torch.logaddexp(total, lse[i])
     return merged
+
+
+def merge_pieces(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge attention over equal pieces of one run of keys.
+
+    Args:
+        out: [pieces, heads, rows, head_dim].
+        lse: float32 [pieces, heads, rows], finite.
+
+    Returns:
+        (out [heads, rows, head_dim], lse [heads, rows]).
+    """
+    weights = torch.softmax(lse, 0).unsqueeze(-1)
+    return (out * weights).sum(0).to(out.dtype), torch.logsumexp(lse, 0)
