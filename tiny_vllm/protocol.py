@@ -88,6 +88,7 @@ class ModelRunnerOutput:
     prompt_logprobs: dict[RequestId, list[TokenLogprobs | None]] = field(default_factory=dict)
     errors: dict[RequestId, str] = field(default_factory=dict)
     num_forward_tokens: int = 0
+    num_logit_rows: int = 0  # rows that went through the output projection
     kv_bytes: KvBytes = field(default_factory=KvBytes)
     # sum over the step's tokens of the context each attends to: the FLOPs of attention
     attention_context_tokens: int = 0

@@ -205,7 +205,7 @@ def test_a_refused_prompt_disturbs_nothing(llm):
         ([1, -5], "-5"),
         (list(range(1000)) * 2, "1024"),
         ([], "prompts must|empty|no tokens"),
-        ({"a": 1}, "prompt"),
+        ({"a": 1}, r"messages\[0\]|prompt"),
         ([{"role": "user"}], "content"),
     ],
 )
@@ -219,7 +219,7 @@ def test_emoji_and_cjk_stream(llm):
     prompt = "Repeat: 日本語テキスト 🎉🚀 naïve. Repeat: 日本語テキスト 🎉"
     parts = list(llm.stream(prompt, GREEDY.replace(max_tokens=20)))
     final = parts[-1].outputs[0]
-    assert final.text == llm.tokenizer.decode(final.token_ids) or final.text.rstrip("\ufffd")
+    assert final.text == llm.tokenizer.decode(final.token_ids)
     for part in parts[:-1]:
         assert "\ufffd" not in part.outputs[0].text
         assert final.text.startswith(part.outputs[0].text)
@@ -265,7 +265,8 @@ def test_interrupt_leaves_no_dead_state():
             print("interrupted")
         assert not llm.engine.has_unfinished_requests()
         llm.engine.check_invariants()
-        print(llm.generate("The capital of France is", params.replace(max_tokens=2))[0].outputs[0].text)
+        short = params.replace(max_tokens=2)
+        print(llm.generate("The capital of France is", short)[0].outputs[0].text)
     """
     run = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=100

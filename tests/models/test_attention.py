@@ -114,8 +114,9 @@ def test_every_block_is_covered_exactly_once(seed):
         covered = []
         for run in forest.runs:
             if row in run.rows:
-                assert run.level * 1 == sum(r.first_block < run.first_block and row in r.rows
-                                            for r in forest.runs)
+                assert run.level * 1 == sum(
+                    r.first_block < run.first_block and row in r.rows for r in forest.runs
+                )
                 table = batch.block_tables[row, run.first_block :][: len(run.block_ids)]
                 assert table.tolist() == run.block_ids.tolist()
                 covered += range(run.first_block, run.first_block + len(run.block_ids))

@@ -76,9 +76,7 @@ def run(decoder, backend, token_ids, computed, table):
         np.array([0, len(token_ids)]), np.array([computed]), np.array([table], dtype=np.int32)
     )
     attend, _ = backend.plan(batch)
-    hidden = decoder.forward(
-        torch.tensor(token_ids), torch.from_numpy(batch.positions()), attend
-    )
+    hidden = decoder.forward(torch.tensor(token_ids), torch.from_numpy(batch.positions()), attend)
     return decoder.logits(hidden)
 
 
@@ -97,9 +95,7 @@ def test_logits_match_transformers(name):
     backend = TorchAttention(decoder.config, 40, 8, torch.float32, torch.device("cpu"))
     table = rng.permutation(40)[:16]
     chunks = [slice(0, 37), slice(37, 70)] + [slice(i, i + 1) for i in range(70, 110)]
-    ours = torch.cat(
-        [run(decoder, backend, token_ids[part], part.start, table) for part in chunks]
-    )
+    ours = torch.cat([run(decoder, backend, token_ids[part], part.start, table) for part in chunks])
     assert relative_error(ours, theirs) <= 1e-4
 
 

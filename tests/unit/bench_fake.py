@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tiny_vllm.config import EngineConfig
-from tiny_vllm.errors import ConfigError, RequestTooLongError
+from tiny_vllm.errors import ConfigError
 from tiny_vllm.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from tiny_vllm.protocol import EngineInfo, KvBytes, StepRecord, TokenLedger
 from tiny_vllm.sampling_params import SamplingParams
@@ -65,9 +65,6 @@ class FakeEngine:
     def add_request(
         self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
     ) -> None:
-        total = len(prompt_token_ids) + (params.max_tokens or 0)
-        if total > self.info.max_model_len:
-            raise RequestTooLongError(f"{total} tokens, the limit is {self.info.max_model_len}")
         metrics = RequestMetrics(arrival_time=self.clock())
         prompt = list(prompt_token_ids)
         output = RequestOutput(request_id, None, prompt, [CompletionOutput(0)], metrics=metrics)

@@ -1,5 +1,7 @@
 """The driver against a fake engine and a fake clock: times by hand, nothing lost."""
 
+from collections.abc import Sequence
+
 import pytest
 from bench_fake import FakeEngine
 
@@ -7,8 +9,9 @@ from tiny_vllm.bench.driver import MAX_IDLE_STEPS, TraceDriver
 from tiny_vllm.bench.trace import TraceRequest
 from tiny_vllm.bench.worker import warm_up, warmup_requests
 from tiny_vllm.config import EngineConfig
-from tiny_vllm.errors import EngineDeadError
+from tiny_vllm.errors import EngineDeadError, InvalidRequestError
 from tiny_vllm.outputs import RequestOutput
+from tiny_vllm.sampling_params import SamplingParams
 
 
 class Clock:
@@ -97,8 +100,21 @@ def test_a_request_that_does_not_fit_fails_and_the_run_goes_on() -> None:
     driver = drive(engine(), request("long", 60, 9), request("good", 8, 2))
     long = driver.records["long"]
     assert long.failed
-    assert long.error == "69 tokens, the limit is 64"
+    assert "60 prompt tokens and 9 new ones are 69, max_model_len=64" in (long.error or "")
     assert (long.finish_reason, long.output_token_ids) == ("error", [])
+    assert driver.records["good"].output_token_ids
+
+
+def test_a_request_that_the_engine_refuses_fails_and_the_run_goes_on() -> None:
+    class Picky(SlowEngine):
+        def add_request(self, request_id: str, ids: Sequence[int], params: SamplingParams) -> None:
+            if request_id == "odd":
+                raise InvalidRequestError("no odd ones")
+            super().add_request(request_id, ids, params)
+
+    fake = Picky(EngineConfig.create(max_model_len=64), Clock())
+    driver = drive(fake, request("odd", 8, 2), request("good", 8, 2))
+    assert driver.records["odd"].error == "no odd ones"
     assert driver.records["good"].output_token_ids
 
 

@@ -242,6 +242,4 @@ class PlanBuilder:
         hidden = (key > query) | (key <= query - window)
         mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
         start = int(self._starts[row])
-        return WindowItem(
-            slice(start, start + count), torch.from_numpy(ids), offset, length, mask
-        )
+        return WindowItem(slice(start, start + count), torch.from_numpy(ids), offset, length, mask)

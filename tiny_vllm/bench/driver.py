@@ -89,19 +89,28 @@ class TraceDriver:
         )
         params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True)
         try:
-            self._check_prompt(request)
+            self._check_lengths(request)
             self.engine.add_request(request.request_id, request.token_ids, params)
         except InvalidRequestError as error:
             record.finish_reason, record.error = FinishReason.ERROR.value, str(error)
         return record
 
-    def _check_prompt(self, request: TraceRequest) -> None:
+    def _check_lengths(self, request: TraceRequest) -> None:
+        """Refuse what an engine would shorten in silence: less work is another workload."""
         limit, length = self.max_prompt_len, request.num_prompt_tokens
         if limit is not None and length > limit:
             raise RequestTooLongError(
                 f"the prompt has {length} tokens, MAX_PROMPT_LEN={limit} allows no more; "
                 "shorten it or raise MAX_PROMPT_LEN",
                 "prompt",
+            )
+        room = self.engine.info.max_model_len
+        if length + request.max_tokens > room:
+            raise RequestTooLongError(
+                f"{length} prompt tokens and {request.max_tokens} new ones are "
+                f"{length + request.max_tokens}, max_model_len={room} holds no more; "
+                "shorten the request or use --scale",
+                "max_tokens",
             )
 
     def _step(self) -> None:

@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -26,7 +27,8 @@ from tiny_vllm.protocol import Engine
 
 PROGRESS_INTERVAL_S = 0.1
 WARMUP_OUTPUT = 4
-Event = tuple[str, Any]  # ("phase", text) | ("tokens", count)
+# ("phase", text) | ("tokens", count) | ("result", value) | ("error", (kind, message))
+Event = tuple[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,19 +67,24 @@ def run_peaks(connection: Connection, device: str, dtype: str, threads: int) -> 
 
 
 def _guarded(connection: Connection, work: Callable[[], Any]) -> None:
-    """Send the result of ``work``, or the error it raised."""
+    """Send the result of ``work``, or the error it raised. Ends quietly without a parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children itself
     try:
-        result = work()
+        connection.send(_outcome(work))
+    except BrokenPipeError:
+        sys.exit(1)
+
+
+def _outcome(work: Callable[[], Any]) -> Event:
+    try:
+        return "result", work()
+    except BrokenPipeError:
+        raise
     except Exception as error:
         if not isinstance(error, TinyVllmError):
-            import traceback
-
             traceback.print_exc()
         name = type(error).__name__
-        connection.send(("error", (name, f"{name}: {error}")))
-        sys.exit(1)
-    connection.send(("result", result))
+        return "error", (name, f"{name}: {error}")
 
 
 def _measure(connection: Connection, spec: RunSpec) -> RunResult:

@@ -67,9 +67,7 @@ class EngineCore:
         self._record(clock, scheduled, result)
         return outputs
 
-    def _record(
-        self, clock: _Clock, scheduled: SchedulerOutput, result: ModelRunnerOutput
-    ) -> None:
+    def _record(self, clock: _Clock, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
         scheduler = self.scheduler
         self._step += 1
         self.last_step = StepRecord(
@@ -86,5 +84,5 @@ class EngineCore:
             blocks_total=scheduler.blocks_total,
             kv_bytes=result.kv_bytes,
             attention_context_tokens=result.attention_context_tokens,
-            num_logit_rows=len(result.sampled),
+            num_logit_rows=result.num_logit_rows,
         )

@@ -193,7 +193,9 @@ class LLM:
 
 def _is_chat(prompt: object) -> bool:
     return (
-        isinstance(prompt, Sequence) and bool(prompt) and all(isinstance(m, Mapping) for m in prompt)
+        isinstance(prompt, Sequence)
+        and bool(prompt)
+        and all(isinstance(m, Mapping) for m in prompt)
     )
 
 
@@ -203,7 +205,9 @@ def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, Sequence) and prompts and all(isinstance(t, int) for t in prompts):
         return [prompts]
     if not isinstance(prompts, Sequence):
-        raise InvalidRequestError(f"prompts must be a list or one prompt, got {prompts!r}", "prompts")
+        raise InvalidRequestError(
+            f"prompts must be a list or one prompt, got {prompts!r}", "prompts"
+        )
     return list(prompts)
 
 

@@ -24,6 +24,7 @@ class StopHit:
 class _State:
     request: Request
     prompt: str | None
+    prompt_token_ids: list[int]  # shared by all outputs of the request
     detokenizer: StreamingDetokenizer | None
     completion: CompletionOutput = field(default_factory=lambda: CompletionOutput(index=0))
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -39,22 +40,20 @@ class OutputProcessor:
 
     def add(self, request: Request, prompt: str | None) -> None:
         """Start following a request."""
-        params = request.params
+        params, prompt_token_ids = request.params, list(request.prompt_token_ids)
         detokenizer = None
         if self._tokenizer is not None:
             detokenizer = StreamingDetokenizer(
                 self._tokenizer,
-                list(request.prompt_token_ids),
+                prompt_token_ids,
                 params.stop_strings,
                 params.include_stop_str_in_output,
                 params.skip_special_tokens,
                 params.min_tokens,
             )
-        self._states[request.request_id] = _State(request, prompt, detokenizer)
+        self._states[request.request_id] = _State(request, prompt, prompt_token_ids, detokenizer)
 
-    def process(
-        self, outputs: list[EngineCoreOutput]
-    ) -> tuple[list[RequestOutput], list[StopHit]]:
+    def process(self, outputs: list[EngineCoreOutput]) -> tuple[list[RequestOutput], list[StopHit]]:
         """Digest a step's outputs.
 
         Returns:
@@ -92,7 +91,7 @@ class OutputProcessor:
         match = detokenizer.append(shown)
         if match is None and completion.finished:
             detokenizer.finish()
-        completion.text = detokenizer.text
+        completion.text += detokenizer.take()
         if match is None:
             return None
         completion.finish_reason = FinishReason.STOP
@@ -122,7 +121,7 @@ class OutputProcessor:
         return RequestOutput(
             request_id=state.request.request_id,
             prompt=state.prompt,
-            prompt_token_ids=list(state.request.prompt_token_ids),
+            prompt_token_ids=state.prompt_token_ids,
             outputs=[
                 CompletionOutput(
                     index=0,

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiny_vllm.config import ModelConfig
 from tiny_vllm.layers.decoder_layer import Attend, DecoderLayer
 from tiny_vllm.models.weight_map import DecoderWeights
 from tiny_vllm.ops.linear import Linear, make_linear

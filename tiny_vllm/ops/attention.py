@@ -9,7 +9,13 @@ from torch import Tensor
 
 
 def attention_with_lse(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention and its normaliser.
 
@@ -31,7 +37,13 @@ def attention_with_lse(
 
 
 def attention_with_lse_plain(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, *, causal: bool = False, mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    causal: bool = False,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The definition, in float32."""
     n, heads, rows, head_dim = q.shape

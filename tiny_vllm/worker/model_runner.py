@@ -4,11 +4,10 @@ Owns the model, the KV tensors (through the attention backend) and the sampler. 
 knows nothing of scheduling or caching policy: blocks and counts arrive decided.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from tiny_vllm.attention.metadata import AttentionBackend
+from tiny_vllm.attention.metadata import AttentionBackend, IntArray
 from tiny_vllm.attention.torch_backend import TorchAttention
 from tiny_vllm.models.loader import LoadedModel
 from tiny_vllm.protocol import ModelRunnerOutput, SampledToken, SchedulerOutput
@@ -47,7 +46,7 @@ class ModelRunner:
         self._sample(batch, hidden, output)
         return output
 
-    def _to_device(self, values: "np.ndarray[tuple[int, ...], np.dtype[np.int64]]") -> Tensor:
+    def _to_device(self, values: IntArray) -> Tensor:
         return torch.from_numpy(values).to(self._device)
 
     def _sample(self, batch: StepBatch, hidden: Tensor, output: ModelRunnerOutput) -> None:
@@ -56,6 +55,7 @@ class ModelRunner:
             return
         last = torch.from_numpy(batch.attention.query_start_loc[1:][indices] - 1)
         logits = self._decoder.logits(hidden[last.to(self._device)])
+        output.num_logit_rows += len(indices)
         rows = [batch.rows[i] for i in indices]
         results = self._sampler.sample(logits, [row.sampling for row in rows])
         for row, result in zip(rows, results, strict=True):
@@ -72,7 +72,9 @@ class ModelRunner:
         for i, row in enumerate(batch.rows):
             if row.params.prompt_logprobs is None:
                 continue
+            known = len(row.prompt_logprobs)
             self._extend_prompt_logprobs(row, hidden[starts[i] : starts[i + 1]])
+            output.num_logit_rows += len(row.prompt_logprobs) - known
             if batch.ends[i] == row.num_prompt_tokens:  # complete: report it once
                 output.prompt_logprobs[row.request_id] = row.prompt_logprobs
 

@@ -1,0 +1,64 @@
+"""SmolLM2-135M in fp32 against transformers: 64 greedy tokens of 40 prompts.
+
+Greedy decoding is checked by feeding our output back: token i of ours must be the
+arg-max of transformers' logits after the prompt and our tokens before i. By induction
+that is the same as comparing two greedy runs, and each position is checked by itself.
+"""
+
+import pytest
+import torch
+
+from tiny_vllm import LLM, SamplingParams
+from tiny_vllm.hub import resolve_model
+from tiny_vllm.weights import open_weights
+
+transformers = pytest.importorskip("transformers")
+pytestmark = [pytest.mark.real_model, pytest.mark.slow]
+
+NUM_TOKENS = 64
+TIE = 1e-4  # a top-2 gap below this is a tie in fp32
+
+SUBJECTS = ["the sea", "a clock", "bread", "the moon", "an old map"]
+TEXTS = [
+    "The history of {} begins",
+    "Write one sentence about {}.",
+    "def count_{0}(items):\n    '''Count {0}.'''\n",
+    "Question: why do people like {}?\nAnswer:",
+    "{} 是什么？ Explain in English: ",
+    "1. {}\n2.",
+    "Once upon a time there was {} that",
+    "In 2026, {} cost 1234 euros; in 2027 it cost",
+]
+PROMPTS = [text.format(subject) for subject in SUBJECTS for text in TEXTS]
+
+
+@pytest.fixture(scope="module")
+def reference():
+    source = open_weights(resolve_model("smollm2-135m"))
+    values = {k: v for k, v in source.config.items() if k != "architectures"}
+    config = transformers.LlamaConfig(**{**values, "dtype": "float32"})
+    with torch.no_grad():
+        model = transformers.LlamaForCausalLM(config).eval().float()
+        model.load_state_dict(dict(source.tensors()), strict=False)
+        model.tie_weights()
+    return model
+
+
+def test_forty_prompts_equal_transformers(reference):
+    assert len(PROMPTS) == len(set(PROMPTS)) == 40
+    llm = LLM("smollm2-135m", dtype="float32", max_model_len=256)
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    differing = []
+    for output in llm.generate(PROMPTS, params):
+        ours = output.outputs[0].token_ids
+        assert len(ours) == NUM_TOKENS
+        ids = torch.tensor([output.prompt_token_ids + ours[:-1]])
+        with torch.no_grad():
+            logits = reference(ids).logits[0, len(output.prompt_token_ids) - 1 :]
+        for i in torch.nonzero(logits.argmax(-1) != torch.tensor(ours)).flatten().tolist():
+            top = logits[i].topk(2).values
+            gap = float(top[0] - top[1])
+            differing.append((output.prompt, i, gap))
+    for prompt, position, gap in differing:
+        print(f"{prompt!r} differs at output token {position}: top-2 gap {gap:.2e}")
+    assert all(gap < TIE for _, _, gap in differing), differing
