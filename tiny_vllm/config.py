@@ -246,7 +246,7 @@ def _resolve_lengths(
         pick("max_num_seqs", 64 if is_cpu else 256, "default of this device")
     max_len = out["max_model_len"]
     if not given("max_num_batched_tokens"):
-        budget, reason = (512, "measured default on cpu") if is_cpu else (8192, "default on cuda")
+        budget, reason = (1024, "measured default on cpu") if is_cpu else (8192, "default on cuda")
         if not config.enable_chunked_prefill and budget < max_len:
             budget, reason = max_len, "whole prompts must fit a step without chunked prefill"
         pick("max_num_batched_tokens", budget, reason)

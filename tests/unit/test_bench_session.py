@@ -58,8 +58,8 @@ def _in_process(monkeypatch: pytest.MonkeyPatch, order: list[str], tmp_path: Pat
         except Exception as error:
             raise ChildFailed(type(error).__name__, f"{type(error).__name__}: {error}") from error
 
-    def measure(*_: object, on_event: Callable[[Event], None]) -> Peaks:
-        return SLOW_MACHINE
+    def measure(*_: object, on_event: Callable[[Event], None]) -> tuple[Peaks, bool]:
+        return SLOW_MACHINE, False
 
     monkeypatch.setattr(session, "run_child", run)
     monkeypatch.setattr(limits, "run_child", measure)
@@ -260,7 +260,7 @@ def test_an_impossible_run_is_flagged_not_printed_as_a_win(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow = Peaks(bandwidth=1.0, flops=1.0)
-    monkeypatch.setattr(limits, "run_child", lambda *_, **__: slow)
+    monkeypatch.setattr(limits, "run_child", lambda *_, **__: (slow, False))
     summary = bench(tmp_path).summary
     assert all(v["roofline"]["impossible"] for v in summary["variants"])
     assert any("faster than the physical floor" in w for w in summary["warnings"])
@@ -272,9 +272,19 @@ def test_peaks_that_a_run_beats_are_measured_again(
 ) -> None:
     """Peaks taken on a busy machine must not make an honest run impossible for ever."""
     found = iter([Peaks(1.0, 1.0), SLOW_MACHINE])
-    monkeypatch.setattr(limits, "run_child", lambda *_, **__: next(found))
+    monkeypatch.setattr(limits, "run_child", lambda *_, **__: (next(found), False))
     assert not bench(tmp_path).summary["variants"][0]["roofline"]["impossible"]
     assert not bench(tmp_path).summary["variants"][0]["roofline"]["impossible"]  # from the cache
+
+
+def test_peaks_from_a_busy_machine_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = iter([Peaks(1e13, 1e13), SLOW_MACHINE])
+    monkeypatch.setattr(limits, "run_child", lambda *_, **__: (next(found), True))
+    assert any("beside other programs" in note for note in bench(tmp_path).summary["notes"])
+    bench(tmp_path)  # measures again
+    assert next(found, None) is None
 
 
 def test_without_peaks_the_roofline_is_null_and_said_so(

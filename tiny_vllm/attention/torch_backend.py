@@ -8,6 +8,7 @@ read blocks that other rows of the same step fill.
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,8 +24,19 @@ from tiny_vllm.attention.torch_plan import (
 )
 from tiny_vllm.config import ModelConfig
 from tiny_vllm.layers.decoder_layer import Attend
-from tiny_vllm.ops.attention import attention_with_lse, merge_partials, merge_pieces
+from tiny_vllm.ops.attention import attention_with_lse, merge_partials
 from tiny_vllm.protocol import KvBytes
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros whose pages a CPU maps when they are first written, so that an unused pool is free.
+
+    torch.zeros writes them all at once; numpy leaves it to the system.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype)
 
 
 def _take(x: Tensor, index: Index) -> Tensor:
@@ -73,10 +85,9 @@ class TorchAttention:
         self._group = config.num_heads // config.num_kv_heads
         self._scale = config.head_dim**-0.5
         # Zeros, not empty: padded slots are masked, and 0 x NaN would not be.
-        shape = (config.num_kv_heads, num_blocks * block_size, config.head_dim)
-        layers = range(config.num_layers)
-        self._keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
-        self._values = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
+        shape = (config.num_layers, config.num_kv_heads, num_blocks * block_size, config.head_dim)
+        self._keys = _lazy_zeros(shape, dtype, device).unbind()
+        self._values = _lazy_zeros(shape, dtype, device).unbind()
 
     def plan(self, batch: AttentionBatch) -> tuple[Attend, KvBytes]:
         """Plan a step; returns what the decoder calls once a layer."""
@@ -142,8 +153,7 @@ class TorchAttention:
             for cache in (self._keys, self._values)
         )
         out, lse = attention_with_lse(folded, k, v, self._scale, mask=item.mask)
-        if pieces > 1:
-            out, lse = merge_pieces(out, lse)
+        out, lse = merge_partials(out, lse)
         out = out.reshape(heads, n, group, head_dim).transpose(0, 1)
         parts.put(item.parts, out, lse.reshape(heads, n, group).transpose(0, 1))
 
@@ -224,6 +234,7 @@ class _Step:
         for causal in plan.causal:
             backend.run_causal(causal, grouped, k, v, parts)
         shape = (plan.num_parts, plan.num_tokens)
-        return merge_partials(
+        out, _ = merge_partials(
             parts.out.view(*shape, *q.shape[1:]), parts.lse.view(*shape, q.shape[1])
         )
+        return out

@@ -1,19 +1,18 @@
 """Facts of the device a run used. Imports torch, so only a run's own process calls it."""
 
-import os
 import platform
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tiny_vllm.bench.contention import usable_cpus
 from tiny_vllm.metrics import PeakMemory, peak_rss
 
 
 def available_threads() -> int:
-    """Cores this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    """Number of cores this process may use."""
+    return len(usable_cpus())
 
 
 def device_name(device: str) -> str:
@@ -35,6 +34,7 @@ def describe_device(device: str, num_threads: int | None = None) -> dict[str, An
         "torch": str(torch.__version__),
         "cuda": torch.version.cuda,
         "num_threads": num_threads or available_threads(),
+        "num_cores": available_threads(),
     }
 
 

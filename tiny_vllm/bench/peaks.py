@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 
+from tiny_vllm.bench.contention import CpuMeter, is_contended
 from tiny_vllm.bench.device import available_threads, describe_device, last_level_cache_bytes
 from tiny_vllm.bench.peaks_cache import peaks_key, read_cached, write_cached
 from tiny_vllm.metrics import Peaks
@@ -23,7 +24,18 @@ def get_peaks(device: str, dtype: str, threads: int | None = None) -> Peaks:
     threads = threads or available_threads()
     facts = describe_device(device, threads)
     key = peaks_key(facts["device_name"], facts["torch"], dtype, threads)
-    return read_cached(key) or write_cached(key, measure_peaks(device, dtype, threads))
+    cached = read_cached(key)
+    if cached is not None:
+        return cached
+    peaks, was_busy = measure_and_watch(device, dtype, threads)
+    return peaks if was_busy else write_cached(key, peaks)
+
+
+def measure_and_watch(device: str, dtype: str, threads: int) -> tuple[Peaks, bool]:
+    """Peaks, and whether other programs disturbed the measurement: then do not keep them."""
+    meter = CpuMeter.start()
+    peaks = measure_peaks(device, dtype, threads)
+    return peaks, is_contended({**meter.read(), "num_cores": available_threads()})
 
 
 def measure_peaks(device: str, dtype: str, threads: int) -> Peaks:

@@ -43,12 +43,17 @@ def read_cached(key: str) -> Peaks | None:
         return None
 
 
+def max_peaks(new: Peaks, old: Peaks | None) -> Peaks:
+    """The higher of two measurements of one device, number by number."""
+    if old is None:
+        return new
+    bandwidth = max(old.bandwidth, new.bandwidth)
+    return Peaks(bandwidth, max(old.flops, new.flops), new.cache_bytes)
+
+
 def write_cached(key: str, peaks: Peaks) -> Peaks:
     """Keep the higher of ``peaks`` and the cached ones, and return it."""
-    old = read_cached(key)
-    if old is not None:
-        bandwidth = max(old.bandwidth, peaks.bandwidth)
-        peaks = Peaks(bandwidth, max(old.flops, peaks.flops), peaks.cache_bytes)
+    peaks = max_peaks(peaks, read_cached(key))
     path = cache_file()
     temporary = path.with_suffix(f".{os.getpid()}")
     try:

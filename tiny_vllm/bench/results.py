@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tiny_vllm import metrics
+from tiny_vllm.bench.contention import is_contended
 from tiny_vllm.bench.folder import RunData
 from tiny_vllm.bench.records import RequestRecord
 from tiny_vllm.metrics import Peaks, run_roofline
@@ -153,6 +154,8 @@ def _repeat(data: RunData, run: Mapping[str, Any]) -> dict[str, Any]:
             "physical": sum(s.kv_bytes.physical for s in steps),
         },
         "roofline": _roofline(run, steps, info),
+        "contended": is_contended(run["environment"]),
+        "other_cores": run["environment"].get("other_cores"),
         "build_s": run["build_s"],
         "warmup_s": run["warmup_s"],
         "outputs_sha256": _outputs_sha256(requests),
@@ -260,6 +263,11 @@ def _warnings(manifest: Mapping[str, Any], done: Sequence[Mapping[str, Any]]) ->
             )
         if variant["roofline"]["impossible"]:
             found.append(f"{name}: faster than the physical floor of this machine; do not believe")
+        if variant["contended"]:
+            found.append(
+                f"{name}: other programs used {variant['other_cores']:.1f} cores during a run; "
+                "its times are not the engine's: repeat on a quiet machine"
+            )
         if variant["failed"]:
             found.append(f"{name}: {variant['failed']} of {variant['requests']} requests failed")
         if not variant["outputs_stable"]:

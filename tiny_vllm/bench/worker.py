@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from tiny_vllm.bench.contention import CpuMeter
 from tiny_vllm.bench.driver import TraceDriver
 from tiny_vllm.bench.records import RunResult, ledger_difference
 from tiny_vllm.bench.trace import TraceRequest
@@ -56,12 +57,12 @@ def run_variant(connection: Connection, spec: RunSpec) -> None:
 
 
 def run_peaks(connection: Connection, device: str, dtype: str, threads: int) -> None:
-    """Child: measure the ceilings of the device, send `Peaks`."""
+    """Child: measure the ceilings of the device, send `Peaks` and if others disturbed it."""
 
-    def work() -> Peaks:
-        from tiny_vllm.bench.peaks import measure_peaks
+    def work() -> tuple[Peaks, bool]:
+        from tiny_vllm.bench.peaks import measure_and_watch
 
-        return measure_peaks(device, dtype, threads)
+        return measure_and_watch(device, dtype, threads)
 
     _guarded(connection, work)
 
@@ -104,7 +105,9 @@ def _measure(connection: Connection, spec: RunSpec) -> RunResult:
         max_prompt_len=spec.max_prompt_len,
         on_progress=_Throttled(connection),
     )
+    meter = CpuMeter.start()
     records = driver.run()
+    cores = meter.read()
     from tiny_vllm.bench.device import describe_device, peak_memory
 
     result = RunResult(
@@ -114,7 +117,7 @@ def _measure(connection: Connection, spec: RunSpec) -> RunResult:
         wall_s=driver.wall_s,
         ledger=ledger_difference(engine.ledger, before),
         peak_memory=peak_memory(engine.info.device),
-        environment=describe_device(engine.info.device, _threads(engine)),
+        environment={**describe_device(engine.info.device, _threads(engine)), **cores},
         build_s=built - began,
         warmup_s=warm - built,
     )

@@ -62,34 +62,19 @@ def attention_with_lse_plain(
     return out.reshape(n, heads, rows, head_dim).to(q.dtype), lse
 
 
-def merge_partials(out: Tensor, lse: Tensor) -> Tensor:
-    """Merge attention over disjoint runs of keys (log-sum-exp weights).
+def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge attention over disjoint runs of keys, by their log-sum-exp.
 
     Args:
-        out: [parts, T, heads, head_dim]; part 0 is present for every token.
-        lse: float32 [parts, T, heads]; -inf where a token has no such part.
+        out: [parts, n, heads, head_dim]; part 0 is present for every row.
+        lse: float32 [parts, n, heads]; -inf where a row has no such part.
 
     Returns:
-        [T, heads, head_dim].
+        (out [n, heads, head_dim], lse [n, heads]).
     """
     merged, total = out[0], lse[0]
-    for i in range(1, out.shape[0]):
-        weight = torch.sigmoid(lse[i] - total).unsqueeze(-1).to(out.dtype)
-        merged = torch.lerp(merged, out[i], weight)
-        if i + 1 < out.shape[0]:
-            total = torch.logaddexp(total, lse[i])
-    return merged
-
-
-def merge_pieces(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge attention over equal pieces of one run of keys.
-
-    Args:
-        out: [pieces, heads, rows, head_dim].
-        lse: float32 [pieces, heads, rows], finite.
-
-    Returns:
-        (out [heads, rows, head_dim], lse [heads, rows]).
-    """
-    weights = torch.softmax(lse, 0).unsqueeze(-1)
-    return (out * weights).sum(0).to(out.dtype), torch.logsumexp(lse, 0)
+    for part, part_lse in zip(out[1:], lse[1:], strict=True):
+        weight = torch.sigmoid(part_lse - total).unsqueeze(-1).to(out.dtype)
+        merged = torch.lerp(merged, part, weight)
+        total = torch.logaddexp(total, part_lse)
+    return merged, total
