@@ -163,3 +163,29 @@ def test_fused_kernel_equals_the_definition(causal, masked):
     plain = attention_with_lse_plain(q, k, v, 0.2, causal=causal, mask=mask)
     for a, b in zip(fast, plain, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [40, 700])
+def test_products_in_bf16_equal_the_definition(length, monkeypatch):
+    """Many query rows in bf16 go through matrix products, in pieces."""
+    monkeypatch.setattr("tiny_vllm.ops.attention._MAX_SCORES", 2 * 300 * length)
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(1, 2, 700, 64, generator=generator).bfloat16()
+    k = torch.randn(1, 2, length, 64, generator=generator).bfloat16()
+    v = torch.randn(1, 2, length, 64, generator=generator).bfloat16()
+    out, lse = attention_with_lse(q, k, v, 0.125)
+    expected, expected_lse = attention_with_lse_plain(q, k, v, 0.125)
+    torch.testing.assert_close(out.float(), expected.float(), rtol=0.03, atol=0.01)
+    torch.testing.assert_close(lse, expected_lse, rtol=0.0, atol=0.02)
+
+
+@pytest.mark.parametrize("rows", [256, 300, 900])
+def test_causal_blocks_in_bf16_equal_the_definition(rows):
+    generator = torch.Generator().manual_seed(3)
+    q = torch.randn(1, 6, rows, 64, generator=generator).bfloat16()
+    k = torch.randn(1, 2, rows, 64, generator=generator).bfloat16()
+    v = torch.randn(1, 2, rows, 64, generator=generator).bfloat16()
+    out, lse = attention_with_lse(q, k, v, 0.125, causal=True)
+    expected, expected_lse = attention_with_lse_plain(q, k, v, 0.125, causal=True)
+    torch.testing.assert_close(out.float(), expected.float(), rtol=0.03, atol=0.02)
+    torch.testing.assert_close(lse, expected_lse, rtol=0.0, atol=0.02)
