@@ -55,11 +55,12 @@ class _Parts:
     """Partial results of a layer, flat over [parts x T]."""
 
     out: Tensor  # [parts * T, kv_heads, group, head_dim]
-    lse: Tensor  # float32 [parts * T, kv_heads, group]
+    lse: Tensor | None  # float32 [parts * T, kv_heads, group]; none where nothing is merged
 
     def put(self, index: Index, out: Tensor, lse: Tensor) -> None:
         _put(self.out, index, out)
-        _put(self.lse, index, lse)
+        if self.lse is not None:
+            _put(self.lse, index, lse)
 
 
 class TorchAttention:
@@ -145,15 +146,16 @@ class TorchAttention:
         n, group, pieces = item.num_tokens, self._group, item.pieces
         heads, head_dim = q.shape[1], q.shape[3]
         rows = _take(q, item.tokens).transpose(0, 1)  # [kv_heads, n, group, head_dim]
-        folded = rows.reshape(1, heads, n * group, head_dim).expand(pieces, -1, -1, -1)
-        k, v = (
-            self.read(cache[layer], item.slots, item.padded_length)
-            .unflatten(1, (pieces, -1))
-            .transpose(0, 1)
-            for cache in (self._keys, self._values)
-        )
+        folded = rows.reshape(1, heads, n * group, head_dim)
+        k = self.read(self._keys[layer], item.slots, item.padded_length).unsqueeze(0)
+        v = self.read(self._values[layer], item.slots, item.padded_length).unsqueeze(0)
+        if pieces > 1:
+            folded = folded.expand(pieces, -1, -1, -1)
+            k = k.view(heads, pieces, -1, head_dim).transpose(0, 1)
+            v = v.view(heads, pieces, -1, head_dim).transpose(0, 1)
         out, lse = attention_with_lse(folded, k, v, self._scale, mask=item.mask)
-        out, lse = merge_partials(out, lse)
+        if pieces > 1:
+            out, lse = merge_partials(out, lse)
         out = out.reshape(heads, n, group, head_dim).transpose(0, 1)
         parts.put(item.parts, out, lse.reshape(heads, n, group).transpose(0, 1))
 
@@ -209,8 +211,10 @@ class _Step:
         if self._parts is None:
             rows = self._plan.num_parts * self._plan.num_tokens
             out = torch.empty((rows, *q.shape[1:]), dtype=q.dtype, device=q.device)
-            lse = torch.empty((rows, *q.shape[1:3]), dtype=torch.float32, device=q.device)
-            if self._plan.sparse:
+            lse = None
+            if self._plan.num_parts > 1:
+                lse = torch.empty((rows, *q.shape[1:3]), dtype=torch.float32, device=q.device)
+            if self._plan.sparse and lse is not None:
                 out.zero_()
                 lse.fill_(-torch.inf)
             self._parts = _Parts(out, lse)
@@ -233,6 +237,8 @@ class _Step:
             backend.run_tails(layer, tail, grouped, parts)
         for causal in plan.causal:
             backend.run_causal(causal, grouped, k, v, parts)
+        if parts.lse is None:
+            return parts.out.view(q.shape)
         shape = (plan.num_parts, plan.num_tokens)
         out, _ = merge_partials(
             parts.out.view(*shape, *q.shape[1:]), parts.lse.view(*shape, q.shape[1])
