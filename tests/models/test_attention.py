@@ -179,6 +179,17 @@ def test_products_in_bf16_equal_the_definition(length, monkeypatch):
     torch.testing.assert_close(lse, expected_lse, rtol=0.0, atol=0.02)
 
 
+def test_products_when_the_first_keys_have_no_weight():
+    """The normaliser is read off the first keys; here their probability underflows."""
+    q = torch.ones(1, 1, 300, 64).bfloat16()
+    k = torch.cat((torch.full((1, 1, 64, 64), -12.0), torch.full((1, 1, 64, 64), 12.0)), 2)
+    k, v = k.bfloat16(), torch.randn(1, 1, 128, 64).bfloat16()
+    out, lse = attention_with_lse(q, k, v, 0.125)
+    expected, expected_lse = attention_with_lse_plain(q, k, v, 0.125)
+    torch.testing.assert_close(lse, expected_lse, rtol=0.0, atol=0.05)
+    torch.testing.assert_close(out.float(), expected.float(), rtol=0.03, atol=0.01)
+
+
 @pytest.mark.parametrize("rows", [256, 300, 900])
 def test_causal_blocks_in_bf16_equal_the_definition(rows):
     generator = torch.Generator().manual_seed(3)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 _MANY_ROWS = 256
 _CAUSAL_ROWS = 256
+_FEW_KEYS = 16
 _MAX_SCORES = 1 << 24  # bf16 scores held at a time: 32 MiB, and as much for their softmax
 
 
@@ -98,9 +99,16 @@ def _products(queries: Tensor, keys: Tensor, values: Tensor, scale: float) -> tu
     """[b, rows, d] x [b, d, length] x [b, length, d] -> ([b, rows, d], lse [b, rows])."""
     scores = torch.baddbmm(queries.new_empty(1), queries, keys, beta=0, alpha=scale)
     probs = torch.softmax(scores, -1)
-    # The largest probability is exp(largest score - lse).
-    lse = scores.amax(-1).float() - probs.amax(-1).float().log_()
+    # Any key gives the normaliser, probability = exp(score - lse), unless its probability
+    # underflows: the best of the first few, and of all where those are too small.
+    lse = _normaliser(scores[..., :_FEW_KEYS], probs[..., :_FEW_KEYS])
+    if not bool(lse.isfinite().all()):
+        lse = _normaliser(scores, probs)
     return torch.bmm(probs, values), lse
+
+
+def _normaliser(scores: Tensor, probs: Tensor) -> Tensor:
+    return scores.amax(-1).float() - probs.amax(-1).float().log_()
 
 
 def attention_with_lse_plain(
