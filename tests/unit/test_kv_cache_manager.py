@@ -39,13 +39,37 @@ def test_half_filled_block_is_never_published():
         assert len(kv.cache) == published
 
 
+def test_requests_that_grow_side_by_side_stay_consecutive():
+    kv = KVCacheManager(24, 4)
+    requests = [make_request(str(i), tokens(5, 100 * i), max_tokens=30) for i in range(2)]
+    for request in requests:
+        run(kv, request, 5)
+    for _ in range(30):
+        for request in requests:
+            request.token_ids.append(1)
+            run(kv, request, 1)
+    for request in requests:
+        first = request.block_ids[0]
+        assert request.block_ids == list(range(first, first + 9))
+
+
+def test_headroom_is_no_reservation():
+    """With the pool nearly full, blocks left free for growth go to whoever needs them."""
+    kv = KVCacheManager(8, 4)
+    a, b = make_request("a", tokens(5), max_tokens=20), make_request("b", range(90, 109))
+    run(kv, a, 5)
+    run(kv, b, 19)
+    assert len(b.block_ids) == 5 and kv.num_available_blocks == 1
+    kv.check([a, b])
+
+
 def test_blocks_are_usable_in_the_step_that_computes_them():
     kv = KVCacheManager(8, 4)
     a, b = make_request("a", tokens(9)), make_request("b", tokens(9))
     kv.allocate(a, 9, kv.lookup(a))
     hit = kv.lookup(b)
     assert (hit.num_tokens, hit.num_asked) == (8, 2)
-    assert kv.allocate(b, 1, hit) == [0, 1, 3]
+    assert kv.allocate(b, 1, hit) == [0, 1, 4]  # 3 is where a will grow
     assert b.num_computed_tokens == 8
     kv.check([a, b])
 

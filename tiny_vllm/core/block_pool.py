@@ -66,6 +66,7 @@ class BlockPool:
         """Put all blocks on the free list in ascending order; none may be referenced."""
         self._end.prev = self._end.next = self._end
         self.num_available = 0
+        self._next_run = 0  # where the next new run of blocks is tried
         for block in self.blocks:
             assert block.ref_count == 0, f"block {block.block_id} is referenced"
             self._insert_before(block, self._end)
@@ -92,6 +93,27 @@ class BlockPool:
         self.num_available -= num_blocks
         taken.sort(key=_by_id)
         return taken
+
+    def allocate_run(
+        self, num_blocks: int, after: BlockId | None, headroom: int
+    ) -> list[Block] | None:
+        """Hand out consecutive free blocks: behind ``after``, else at the start of a new run.
+
+        A new run leaves ``headroom`` free blocks behind it, so that requests that grow
+        side by side stay consecutive: the data plane reads a run without a gather. The
+        headroom is a hope, not a reservation. Cached blocks are never taken here.
+
+        Returns:
+            None (and no change) when a short search finds no such place.
+        """
+        if after is not None and self._is_free(after + 1, num_blocks):
+            return self._take(after + 1, num_blocks)
+        width = num_blocks + headroom
+        for start in (self._next_run, 0):
+            if self._is_free(start, width):
+                self._next_run = start + width
+                return self._take(start, num_blocks)
+        return None
 
     def acquire(self, block: Block) -> None:
         """Add a reference; a cached block leaves the middle of the free list."""
@@ -128,6 +150,18 @@ class BlockPool:
         total = len(self.blocks)
         assert len(set(listed)) == len(listed) == self.num_available, "free list is torn"
         assert free + cached + referenced == total, f"{free} + {cached} + {referenced} != {total}"
+
+    def _is_free(self, start: int, num_blocks: int) -> bool:
+        end = start + num_blocks
+        return end <= len(self.blocks) and all(
+            block.ref_count == 0 and block.entry is None for block in self.blocks[start:end]
+        )
+
+    def _take(self, start: int, num_blocks: int) -> list[Block]:
+        taken = self.blocks[start : start + num_blocks]
+        for block in taken:
+            self.acquire(block)
+        return taken
 
     def _unlink(self, block: Block) -> None:
         block.prev.next = block.next

@@ -167,10 +167,20 @@ class KVCacheManager:
         if max(0, need) + unreferenced > self.pool.num_available:
             return None
         self._take_hit(request, hit)
-        new = [block.block_id for block in self.pool.allocate(max(0, need))]
+        new = [block.block_id for block in self._new_blocks(request, max(0, need))]
         table.extend(new)
         self._publish(request, end)
         return [block.block_id for block in hit.blocks] + new
+
+    def _new_blocks(self, request: Request, num_blocks: int) -> list[Block]:
+        """Blocks for the end of a table: consecutive ones where the pool has them."""
+        if num_blocks == 0:
+            return []
+        last = request.block_ids[-1] if request.block_ids else None
+        final = -(-(request.num_prompt_tokens + request.max_tokens) // self.block_size)
+        headroom = max(0, final - len(request.block_ids) - num_blocks)
+        run = self.pool.allocate_run(num_blocks, last, headroom)
+        return self.pool.allocate(num_blocks) if run is None else run
 
     def _take_hit(self, request: Request, hit: PrefixHit) -> None:
         if not hit.blocks:
