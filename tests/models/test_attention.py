@@ -165,38 +165,26 @@ def test_fused_kernel_equals_the_definition(causal, masked):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("length", [40, 700])
-def test_products_in_bf16_equal_the_definition(length, monkeypatch):
-    """Many query rows in bf16 go through matrix products, in pieces."""
-    monkeypatch.setattr("tiny_vllm.ops.attention._MAX_SCORES", 2 * 300 * length)
+def test_large_scores_in_bf16_keep_their_precision():
+    """Keys that lean towards the query give large scores, where one bf16 step is 0.25."""
     generator = torch.Generator().manual_seed(2)
-    q = torch.randn(1, 2, 700, 64, generator=generator).bfloat16()
-    k = torch.randn(1, 2, length, 64, generator=generator).bfloat16()
-    v = torch.randn(1, 2, length, 64, generator=generator).bfloat16()
+    lean = torch.randn(1, 1, 1, 64, generator=generator) * 2
+    q = (torch.randn(1, 1, 300, 64, generator=generator) + lean).bfloat16()
+    k = (torch.randn(1, 1, 500, 64, generator=generator) + lean).bfloat16()
+    v = torch.randn(1, 1, 500, 64, generator=generator).bfloat16()
     out, lse = attention_with_lse(q, k, v, 0.125)
     expected, expected_lse = attention_with_lse_plain(q, k, v, 0.125)
-    torch.testing.assert_close(out.float(), expected.float(), rtol=0.03, atol=0.01)
-    torch.testing.assert_close(lse, expected_lse, rtol=0.0, atol=0.02)
+    assert expected_lse.min() > 20
+    torch.testing.assert_close(lse, expected_lse, rtol=0.0, atol=1e-3)
+    torch.testing.assert_close(out.float(), expected.float(), rtol=0.02, atol=0.02)
 
 
-def test_products_when_the_first_keys_have_no_weight():
-    """The normaliser is read off the first keys; here their probability underflows."""
-    q = torch.ones(1, 1, 300, 64).bfloat16()
-    k = torch.cat((torch.full((1, 1, 64, 64), -12.0), torch.full((1, 1, 64, 64), 12.0)), 2)
-    k, v = k.bfloat16(), torch.randn(1, 1, 128, 64).bfloat16()
-    out, lse = attention_with_lse(q, k, v, 0.125)
-    expected, expected_lse = attention_with_lse_plain(q, k, v, 0.125)
-    torch.testing.assert_close(lse, expected_lse, rtol=0.0, atol=0.05)
-    torch.testing.assert_close(out.float(), expected.float(), rtol=0.03, atol=0.01)
-
-
-@pytest.mark.parametrize("rows", [256, 300, 900])
-def test_causal_blocks_in_bf16_equal_the_definition(rows):
-    generator = torch.Generator().manual_seed(3)
-    q = torch.randn(1, 6, rows, 64, generator=generator).bfloat16()
-    k = torch.randn(1, 2, rows, 64, generator=generator).bfloat16()
-    v = torch.randn(1, 2, rows, 64, generator=generator).bfloat16()
-    out, lse = attention_with_lse(q, k, v, 0.125, causal=True)
-    expected, expected_lse = attention_with_lse_plain(q, k, v, 0.125, causal=True)
-    torch.testing.assert_close(out.float(), expected.float(), rtol=0.03, atol=0.02)
-    torch.testing.assert_close(lse, expected_lse, rtol=0.0, atol=0.02)
+def test_scrub_mends_only_what_is_not_finite():
+    config = model()
+    backend = TorchAttention(config, 4, BLOCK, torch.float32, torch.device("cpu"))
+    backend._keys[0].fill_(2.0)
+    backend._keys[0][0, BLOCK] = torch.nan
+    backend._values[0][1, 2 * BLOCK] = torch.inf
+    backend.scrub(np.array([1, 2], dtype=np.int32))
+    assert torch.isfinite(backend._keys[0]).all() and torch.isfinite(backend._values[0]).all()
+    assert (backend._keys[0][1] == 2.0).all()

@@ -55,3 +55,7 @@ class AttentionBackend(Protocol):
     def plan(self, batch: AttentionBatch) -> tuple[Attend, KvBytes]:
         """Return the function the decoder calls in each layer, and the bytes it reads."""
         ...
+
+    def scrub(self, block_ids: IntArray) -> None:
+        """Make the values in some blocks finite, after a request failed on them."""
+        ...

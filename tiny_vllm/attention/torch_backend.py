@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiny_vllm.attention.metadata import AttentionBatch
+from tiny_vllm.attention.metadata import AttentionBatch, IntArray
 from tiny_vllm.attention.torch_plan import (
     CausalItem,
     Index,
@@ -25,18 +25,8 @@ from tiny_vllm.attention.torch_plan import (
 from tiny_vllm.config import ModelConfig
 from tiny_vllm.layers.decoder_layer import Attend
 from tiny_vllm.ops.attention import attention_with_lse, merge_partials
+from tiny_vllm.ops.memory import lazy_zeros
 from tiny_vllm.protocol import KvBytes
-
-
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros whose pages a CPU maps when they are first written, so that an unused pool is free.
-
-    torch.zeros writes them all at once; numpy leaves it to the system.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype)
 
 
 def _take(x: Tensor, index: Index) -> Tensor:
@@ -87,8 +77,8 @@ class TorchAttention:
         self._scale = config.head_dim**-0.5
         # Zeros, not empty: padded slots are masked, and 0 x NaN would not be.
         shape = (config.num_layers, config.num_kv_heads, num_blocks * block_size, config.head_dim)
-        self._keys = _lazy_zeros(shape, dtype, device).unbind()
-        self._values = _lazy_zeros(shape, dtype, device).unbind()
+        self._keys = lazy_zeros(shape, dtype, device).unbind()
+        self._values = lazy_zeros(shape, dtype, device).unbind()
 
     def plan(self, batch: AttentionBatch) -> tuple[Attend, KvBytes]:
         """Plan a step; returns what the decoder calls once a layer."""
@@ -129,6 +119,17 @@ class TorchAttention:
                 cache[:, slots].copy_(values.transpose(0, 1))
             else:
                 cache.index_copy_(1, slots, values.transpose(0, 1))
+
+    def scrub(self, block_ids: IntArray) -> None:
+        """Replace NaN and infinities in some blocks by zero; finite values stay as they are.
+
+        A request that overflowed leaves such values behind, and masking does not stop them.
+        """
+        slots = block_ids.astype(np.int64)[:, None] * self._block_size
+        index = torch.from_numpy((slots + np.arange(self._block_size)).ravel()).to(self._device)
+        for cache in (*self._keys, *self._values):
+            values = cache.index_select(1, index)
+            cache.index_copy_(1, index, values.nan_to_num_(0.0, 0.0, 0.0))
 
     def read(self, cache: Tensor, slots: Index, length: int) -> Tensor:
         """Slots of a layer's K or V, [kv_heads, length, head_dim].

@@ -34,8 +34,8 @@ class PrefillAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, heads, head_dim]; k, v [T, kv_heads, head_dim] -> [T, heads, head_dim]."""
         length = q.shape[0]
-        self._cache.keys[layer][self._slot, :length] = k
-        self._cache.values[layer][self._slot, :length] = v
+        self._cache.keys[layer][self._slot, :, :length] = k.transpose(0, 1)
+        self._cache.values[layer][self._slot, :, :length] = v.transpose(0, 1)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, T, head_dim]
         window = self._model.layer_window(layer)
         if window is None or window >= length:
@@ -115,11 +115,11 @@ class DecodeAttention:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [n, heads, head_dim]; k, v [n, kv_heads, head_dim] -> [n, heads, head_dim]."""
         keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys[self._slots, self._lengths - 1] = k
-        values[self._slots, self._lengths - 1] = v
+        keys[self._slots, :, self._lengths - 1] = k
+        values[self._slots, :, self._lengths - 1] = v
         places, mask = self._spans[self._model.layer_window(layer)]
         num_rows, num_heads, head_dim = q.shape
         grouped = q.reshape(num_rows, k.shape[1], num_heads // k.shape[1], head_dim)
-        key, value = (x[:num_rows, places].transpose(1, 2) for x in (keys, values))
+        key, value = (x[:num_rows, :, places] for x in (keys, values))
         out = F.scaled_dot_product_attention(grouped, key, value, mask)
         return out.reshape(num_rows, num_heads, head_dim)

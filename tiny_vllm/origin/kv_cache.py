@@ -6,16 +6,16 @@ always finite.
 """
 
 import torch
-from torch import Tensor
 
 from tiny_vllm.config import EngineConfig, ModelConfig
 from tiny_vllm.errors import ConfigError
 from tiny_vllm.models.device import available_memory_bytes
 from tiny_vllm.models.loader import LoadedModel
+from tiny_vllm.ops.memory import lazy_zeros
 
 
 class ContiguousKvCache:
-    """Keys and values of every layer, each [num_slots, max_len, kv_heads, head_dim]."""
+    """Keys and values of every layer, each [num_slots, kv_heads, max_len, head_dim]."""
 
     def __init__(
         self,
@@ -25,19 +25,16 @@ class ContiguousKvCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (num_slots, max_len, model.num_kv_heads, model.head_dim)
+        shape = (num_slots, model.num_kv_heads, max_len, model.head_dim)
         self.num_slots, self.max_len = num_slots, max_len
-        self.keys = [self._zeros(shape, dtype, device) for _ in range(model.num_layers)]
-        self.values = [self._zeros(shape, dtype, device) for _ in range(model.num_layers)]
-
-    @staticmethod
-    def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
+        all_layers = (model.num_layers, *shape)
+        self.keys = lazy_zeros(all_layers, dtype, device).unbind()
+        self.values = lazy_zeros(all_layers, dtype, device).unbind()
 
     def move(self, source: int, target: int, length: int) -> None:
         """Copy the first ``length`` tokens of slot ``source`` into slot ``target``."""
         for tensor in (*self.keys, *self.values):
-            tensor[target, :length] = tensor[source, :length]
+            tensor[target, :, :length] = tensor[source, :, :length]
 
 
 def plan_slots(asked: EngineConfig, loaded: LoadedModel) -> tuple[int, str]:

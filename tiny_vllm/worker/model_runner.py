@@ -64,6 +64,7 @@ class ModelRunner:
                 output.sampled[row.request_id] = result
             else:
                 output.errors[row.request_id] = result.message
+                self._backend.scrub(row.block_ids[: row.num_blocks])
 
     def _collect_prompt_logprobs(
         self, batch: StepBatch, hidden: Tensor, output: ModelRunnerOutput

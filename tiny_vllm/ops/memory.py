@@ -1,0 +1,16 @@
+"""Memory for KV caches."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros whose pages a CPU maps when they are first written, so that an unused pool is free.
+
+    torch.zeros writes them all at once; numpy leaves it to the system.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype)
