@@ -196,11 +196,12 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Engine
     _resolve_dtype(model, host, is_cpu, pick, given)
     _resolve_lengths(config, model, is_cpu, out, pick, given)
     if not given("num_threads"):
-        pick("num_threads", host.num_cores, "all cores this process may use")
+        pick("num_threads", host.num_cores, "OMP_NUM_THREADS, else all cores this process may use")
+    if config.use_cuda_graph:
+        why_not = "no effect on cpu: CUDA graphs need a GPU" if is_cpu else "not implemented yet"
+        pick("use_cuda_graph", False, why_not)
     if is_cpu:
         _resolve_cpu_blocks(config, model, host, out, pick, given)
-        if config.use_cuda_graph:
-            pick("use_cuda_graph", False, "no effect on cpu: CUDA graphs need a GPU")
     return config.replace(**out, reasons=why)
 
 
@@ -266,8 +267,10 @@ def _resolve_cpu_blocks(
     if given("kv_cache_memory_bytes"):
         budget = out["kv_cache_memory_bytes"]
     else:
-        budget = min(1 << 30, host.available_memory_bytes // 4)
-        pick("kv_cache_memory_bytes", budget, "1 GiB or a quarter of the available memory")
+        one_request = block_bytes * -(-out["max_model_len"] // out["block_size"])
+        budget = min(max(1 << 30, one_request), host.available_memory_bytes // 4)
+        reason = "1 GiB or one request of max_model_len, at most a quarter of the free memory"
+        pick("kv_cache_memory_bytes", budget, reason)
     if budget < block_bytes:
         raise ConfigError(
             f"kv_cache_memory_bytes={budget} holds no block: one block of {out['block_size']} "

@@ -94,6 +94,7 @@ class Switches:
 
     def ineffective(self, device: str) -> list[str]:
         """Sentences about switches that change nothing on this device."""
-        if self.use_cuda_graph and not device.startswith("cuda"):
-            return [f"USE_CUDA_GRAPH=1 has no effect on {device}: CUDA graphs need a GPU"]
-        return []
+        if not self.use_cuda_graph:
+            return []
+        why = "not implemented yet" if device.startswith("cuda") else "CUDA graphs need a GPU"
+        return [f"USE_CUDA_GRAPH=1 has no effect on {device}: {why}"]

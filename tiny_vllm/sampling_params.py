@@ -46,7 +46,8 @@ class SamplingParams:
         repetition_penalty: > 1 discourages tokens of prompt and output (CTRL paper).
         presence_penalty, frequency_penalty: OpenAI's additive penalties on output tokens.
         logit_bias: token id -> value added to its logit, in [-100, 100].
-        seed: makes the request's random draws reproducible; None draws a seed.
+        seed: makes the request's random draws reproducible; None takes one that follows
+            from the engine's seed and the request's id.
         max_tokens: output limit; None runs to the context limit.
         min_tokens: no end-of-sequence, stop id or stop string before this many tokens.
         stop: strings that end the output; the text ends before them.

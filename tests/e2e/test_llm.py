@@ -90,7 +90,7 @@ def test_stream_equals_generate(llm):
 
 def test_interleaved_streams(llm):
     first, second = llm.stream(FRANCE, GREEDY), llm.stream("Two and two make", GREEDY)
-    alternating = [next(first), next(second), next(first), next(second)]
+    alternating = [next(first), next(second)]
     rest_first, rest_second = list(first), list(second)
     assert rest_first[-1].finished and rest_second[-1].finished
     assert rest_first[-1].request_id != rest_second[-1].request_id
@@ -101,6 +101,14 @@ def test_closing_a_stream_aborts_it(llm):
     stream = llm.stream(FRANCE, GREEDY.replace(max_tokens=500))
     next(stream)
     stream.close()
+    assert not llm.engine.has_unfinished_requests()
+
+
+def test_a_stream_that_never_started_leaves_nothing(llm):
+    """A generator's cleanup would not run before the first next()."""
+    llm.stream(FRANCE, GREEDY).close()
+    assert not llm.engine.has_unfinished_requests()
+    llm.stream(FRANCE, GREEDY)  # dropped at once
     assert not llm.engine.has_unfinished_requests()
 
 
@@ -234,6 +242,17 @@ def test_two_engines_in_one_process(llm):
     with pytest.raises(EngineDeadError):
         other.generate(FRANCE, GREEDY)
     assert llm.generate(FRANCE, GREEDY)[0].outputs[0].token_ids == a
+
+
+def test_a_request_that_overflows_harms_no_later_one():
+    """NaN in the KV of a failed request would pass through masks into whoever gets its blocks."""
+    llm = LLM("smollm2-135m", dtype="float32", num_blocks=8, max_model_len=200)
+    llm.engine._core._runner._decoder._embedding[9] = float("nan")
+    (bad,) = llm.generate([[9] * 120], GREEDY)
+    assert bad.outputs[0].finish_reason is FinishReason.ERROR and "finite" in bad.error
+    for _ in range(3):
+        for output in llm.generate([[11, 12], [13, 14, 15], [16] * 40], GREEDY):
+            assert output.outputs[0].finish_reason is FinishReason.LENGTH, output.error
 
 
 def test_unknown_model_and_key():

@@ -144,7 +144,9 @@ def test_cuda_graphs_are_said_to_have_no_effect_on_cpu() -> None:
     config = resolve(EngineConfig(), MODEL, CPU)
     assert config.use_cuda_graph is False
     assert "no effect on cpu" in config.reasons["use_cuda_graph"]
-    assert resolve(EngineConfig(), MODEL, GPU).use_cuda_graph is True
+    on_gpu = resolve(EngineConfig(), MODEL, GPU)
+    assert on_gpu.use_cuda_graph is False
+    assert on_gpu.reasons["use_cuda_graph"] == "not implemented yet"
 
 
 def test_max_model_len_above_the_model_names_both() -> None:

@@ -38,7 +38,7 @@ ALLOWED: dict[str, frozenset[str]] = {
         "models": "layers ops distributed weights",
         "weights": "distributed",
         "worker": "models weights attention sampler distributed layers.decoder_layer",
-        "origin": "models weights sampler tokenizer layers.decoder_layer",
+        "origin": "ops.memory models weights sampler tokenizer layers.decoder_layer",
         "engine": "core worker distributed tokenizer metrics",
         "analyze": "core metrics bench.trace",
         "bench": "metrics",

@@ -52,11 +52,7 @@ def summarize(data: RunData) -> dict[str, Any]:
         "repeats": manifest["repeats"],
         "max_num_seqs": manifest["engine"].get("max_num_seqs"),
         "variants": variants,
-        "speedup": {
-            f"{v['name']}/{base['name']}": metrics.ratio(base["wall_s"], v["wall_s"])
-            for v in others
-            if base
-        },
+        "speedup": {f"{v['name']}/{base['name']}": _speedup(base, v) for v in others if base},
         "outputs_match": {
             f"{v['name']}/{base['name']}": _match(data, v["name"], base["name"])
             for v in others
@@ -65,6 +61,14 @@ def summarize(data: RunData) -> dict[str, Any]:
         "notes": list(manifest["notes"]),
         "warnings": _warnings(manifest, done),
     }
+
+
+def _speedup(base: Mapping[str, Any], other: Mapping[str, Any]) -> float | None:
+    """Ratio of wall times; None unless both did the same work: refusing requests is not speed."""
+    same = base["generated_tokens"] == other["generated_tokens"]
+    if base["failed"] or other["failed"] or not same:
+        return None
+    return metrics.ratio(base["wall_s"], other["wall_s"])
 
 
 def _base(entries: Sequence[Mapping[str, Any]], done: list[dict[str, Any]]) -> Any:

@@ -1,4 +1,4 @@
-"""The pool of KV-cache blocks: reference counts and one free list, all O(1) per block.
+"""The pool of KV-cache blocks: reference counts and one free list, O(1) per block.
 
 A block is *free* (no references, nothing worth keeping), *cached* (no references, but
 its prefix entry can still be hit) or *referenced*; free + cached + referenced = total.

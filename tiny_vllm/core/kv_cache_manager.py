@@ -14,6 +14,8 @@ from tiny_vllm.core.block_pool import Block, BlockPool
 from tiny_vllm.core.prefix_cache import NoPrefixCache, PrefixCache
 from tiny_vllm.request import BlockId, Request, RequestId
 
+_MAX_HEADROOM = 64  # blocks; an output limit is often far above what is generated
+
 
 class PrefixHit(NamedTuple):
     """What a look-up found: the blocks, their tokens, and how many blocks were asked for."""
@@ -178,7 +180,7 @@ class KVCacheManager:
             return []
         last = request.block_ids[-1] if request.block_ids else None
         final = -(-(request.num_prompt_tokens + request.max_tokens) // self.block_size)
-        headroom = max(0, final - len(request.block_ids) - num_blocks)
+        headroom = min(_MAX_HEADROOM, max(0, final - len(request.block_ids) - num_blocks))
         run = self.pool.allocate_run(num_blocks, last, headroom)
         return self.pool.allocate(num_blocks) if run is None else run
 

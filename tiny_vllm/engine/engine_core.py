@@ -54,16 +54,16 @@ class EngineCore:
         clock = _Clock(
             time.perf_counter(), self.scheduler.num_waiting, self.scheduler.ledger.cached_tokens
         )
-        scheduled = self.scheduler.schedule()
         try:
+            scheduled = self.scheduler.schedule()
             result = self._runner.execute(scheduled)
+            outputs = self.scheduler.update_from_output(scheduled, result)
         except Exception as error:
             self.kill(f"{type(error).__name__}: {error}")
             raise EngineDeadError(f"the engine stopped: {error}") from error
         except BaseException:
             self.kill("it was interrupted in the middle of a step")
             raise
-        outputs = self.scheduler.update_from_output(scheduled, result)
         self._record(clock, scheduled, result)
         return outputs
 

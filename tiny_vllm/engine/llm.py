@@ -80,7 +80,7 @@ class LLM:
             with _progress(use_progress, len(groups)) as bar:
                 self._drive(groups, bar)
         finally:
-            self._release(groups)
+            self.release(groups)
         return [group.output() for group in groups]
 
     def chat(
@@ -99,23 +99,13 @@ class LLM:
         params: SamplingParams | None = None,
         *,
         cache_salt: str | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> "OutputStream":
         """Complete one prompt, yielding the cumulative output as tokens come.
 
         The request is queued at once; closing the iterator aborts it.
         """
         group = self._submit(prompt, params or SamplingParams(), cache_salt)
-        return self._stream(group)
-
-    def _stream(self, group: RequestGroup) -> Iterator[RequestOutput]:
-        try:
-            while not group.finished:
-                if self._collect(group):
-                    yield group.output()
-                else:
-                    self._step()
-        finally:
-            self._release([group])
+        return OutputStream(self, group)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """Return (text if there is any, token ids) of a prompt.
@@ -156,26 +146,32 @@ class LLM:
                 self.engine.add_request(request_id, token_ids, child, text, cache_salt)
                 self._mailboxes[request_id] = deque()
         except BaseException:
-            self._release([group])
+            self.release([group])
             raise
         return group
 
     def _drive(self, groups: list[RequestGroup], bar: _Progress | None) -> None:
         open_groups = groups
         while open_groups:
-            self._step()
-            new_tokens = sum(self._collect(group) for group in open_groups)
+            self.step()
+            new_tokens = sum(self.collect(group) for group in open_groups)
             open_groups = [group for group in open_groups if not group.finished]
             if bar is not None:
                 bar.update(len(groups) - len(open_groups), new_tokens)
 
-    def _step(self) -> None:
+    def step(self) -> None:
+        """Run one engine step and put each output into the mailbox of its request."""
         for output in self.engine.step():
             box = self._mailboxes.get(output.request_id)
             if box is not None:
+                box.clear()  # outputs are cumulative: the newest says it all
                 box.append(output)
 
-    def _collect(self, group: RequestGroup) -> int:
+    def follows(self, group: RequestGroup) -> bool:
+        """True until the group is released."""
+        return any(request_id in self._mailboxes for request_id in group.request_ids)
+
+    def collect(self, group: RequestGroup) -> int:
         """Move a group's new outputs out of their mailboxes; return its new tokens."""
         before = group.num_tokens
         for request_id in group.request_ids:
@@ -184,11 +180,40 @@ class LLM:
                 group.take(box.popleft())
         return group.num_tokens - before + group.just_finished()
 
-    def _release(self, groups: Sequence[RequestGroup]) -> None:
+    def release(self, groups: Sequence[RequestGroup]) -> None:
+        """Forget groups; what is not finished is aborted."""
         for group in groups:
             for request_id in group.request_ids:
                 if self._mailboxes.pop(request_id, None) is not None and not group.finished:
                     self.engine.abort(request_id)
+
+
+class OutputStream(Iterator[RequestOutput]):
+    """The outputs of one request as they come; `close`, or dropping it, aborts the request."""
+
+    def __init__(self, llm: LLM, group: RequestGroup) -> None:
+        self._llm, self._group = llm, group
+
+    def __next__(self) -> RequestOutput:
+        if self._group.finished or not self._llm.follows(self._group):
+            self.close()
+            raise StopIteration
+        try:
+            while not self._llm.collect(self._group):
+                self._llm.step()
+        except BaseException:
+            self.close()
+            raise
+        if self._group.finished:
+            self.close()
+        return self._group.output()
+
+    def close(self) -> None:
+        """Abort the request unless it is finished."""
+        self._llm.release([self._group])
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _is_chat(prompt: object) -> bool:

@@ -46,7 +46,10 @@ def _cpu_has_bf16() -> bool:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on."""
+    """Cores this process may use: OMP_NUM_THREADS if set, else those it may run on."""
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    if wanted.isdigit() and int(wanted) > 0:
+        return int(wanted)
     if hasattr(os, "sched_getaffinity"):
         return max(1, len(os.sched_getaffinity(0)))
     return os.cpu_count() or 1
