@@ -21,6 +21,14 @@ POSITIVE_SETTINGS = (
     "num_threads",
 )
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+SWITCHES = (
+    "enable_prefix_caching",
+    "enable_chunked_prefill",
+    "use_cuda_graph",
+    "debug_checks",
+    "skip_tokenizer_init",
+)
+MAX_THREADS = 1024  # far more would end the process inside the thread library
 _T = TypeVar("_T")
 
 
@@ -131,17 +139,14 @@ class EngineConfig:
     def __post_init__(self) -> None:
         check_choice("load_format", self.load_format, ("auto", "dummy", "safetensors", "gguf"))
         check_choice("dtype", self.dtype, DTYPES)
-        check_choice("device", self.device.split(":")[0], ("auto", "cpu", "cuda"))
+        _check_device(self.device)
         check_choice("attention", self.attention, ("forest", "per-request"))
         check_choice("schedule", self.schedule, ("fcfs",))
         for name in POSITIVE_SETTINGS:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise ConfigError(f"{name}={value!r} must be a whole number >= 1")
-        if not 0.05 <= self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(
-                f"gpu_memory_utilization={self.gpu_memory_utilization} must be in [0.05, 1.0]"
-            )
+        _check_scalars(self)
 
     @classmethod
     def create(cls, **values: Any) -> "EngineConfig":
@@ -156,6 +161,30 @@ class EngineConfig:
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         values.pop("reasons")
         return values
+
+
+def _check_device(device: object) -> None:
+    name, colon, index = device.partition(":") if isinstance(device, str) else (device, "", "")
+    check_choice("device", name, ("auto", "cpu", "cuda"))
+    if colon and not (name == "cuda" and index.isascii() and index.isdecimal()):
+        raise ConfigError(f"device={device!r} cannot be used: give auto, cpu, cuda or cuda:N")
+
+
+def _check_scalars(config: EngineConfig) -> None:
+    share = config.gpu_memory_utilization
+    if type(share) not in (int, float) or not 0.05 <= share <= 1.0:
+        raise ConfigError(f"gpu_memory_utilization={share!r} must be a number in [0.05, 1.0]")
+    if type(config.seed) is not int:
+        raise ConfigError(f"seed={config.seed!r} must be a whole number")
+    if config.num_threads is not None and config.num_threads > MAX_THREADS:
+        raise ConfigError(f"num_threads={config.num_threads} must be at most {MAX_THREADS}")
+    for name in SWITCHES:
+        if type(getattr(config, name)) is not bool:
+            raise ConfigError(f"{name}={getattr(config, name)!r} must be True or False")
+    for name in ("model", "tokenizer", "revision"):
+        value = getattr(config, name)
+        if not isinstance(value, str) and (name == "model" or value is not None):
+            raise ConfigError(f"{name}={value!r} must be text")
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +290,13 @@ def _resolve_lengths(
 def _resolve_cpu_blocks(
     config: EngineConfig, model: ModelConfig, host: HostFacts, out: Any, pick: Any, given: Any
 ) -> None:
-    if given("num_blocks"):
-        return
     block_bytes = model.kv_bytes_per_token(out["dtype"]) * out["block_size"]
+    if given("num_blocks"):
+        _check_cpu_pool("num_blocks", out["num_blocks"], out["num_blocks"] * block_bytes, host)
+        return
     if given("kv_cache_memory_bytes"):
         budget = out["kv_cache_memory_bytes"]
+        _check_cpu_pool("kv_cache_memory_bytes", budget, budget, host)
     else:
         one_request = block_bytes * -(-out["max_model_len"] // out["block_size"])
         budget = min(max(1 << 30, one_request), host.available_memory_bytes // 4)
@@ -277,3 +308,12 @@ def _resolve_cpu_blocks(
             f"tokens needs {block_bytes} bytes; raise it or lower block_size"
         )
     pick("num_blocks", budget // block_bytes, f"kv_cache_memory_bytes / {block_bytes} per block")
+
+
+def _check_cpu_pool(name: str, value: int, size: int, host: HostFacts) -> None:
+    """The pool is mapped when it is written: one too large would end the process much later."""
+    if size > host.available_memory_bytes:
+        raise ConfigError(
+            f"{name}={value} asks for a KV cache of {size} bytes, "
+            f"{host.available_memory_bytes} bytes of memory are free; lower it"
+        )

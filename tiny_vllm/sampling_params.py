@@ -4,7 +4,7 @@ Owns names, defaults and bounds (they follow vLLM). Knows nothing of tensors.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -19,9 +19,10 @@ def _check_number(
     name: str, value: Any, low: float, high: float, *, low_open: bool = False
 ) -> None:
     bound = f"{'(' if low_open else '['}{low:g}, {high:g}{']' if math.isfinite(high) else ')'}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+    # Unequal to itself: NaN. math.isnan would overflow on a huge integer.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         raise InvalidRequestError(f"{name} must be a number in {bound}, got {value!r}", name)
-    if value < low or value > high or (low_open and value == low) or math.isinf(value):
+    if value < low or value > high or (low_open and value == low):
         raise InvalidRequestError(f"{name}={value!r} is out of range: it must be in {bound}", name)
 
 
@@ -31,6 +32,15 @@ def _check_int(name: str, value: Any, low: int, high: int | None = None) -> None
         raise InvalidRequestError(f"{name} must be an integer {bound}, got {value!r}", name)
     if value < low or (high is not None and value > high):
         raise InvalidRequestError(f"{name}={value} is out of range: it must be {bound}", name)
+
+
+def _items(name: str, value: Any) -> tuple[Any, ...]:
+    """The entries of a list-like field; None is empty. A mapping or a scalar is refused."""
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise InvalidRequestError(f"{name} must be a list, got {value!r}", name)
+    return tuple(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +124,7 @@ class SamplingParams:
         self._check_logit_bias()
 
     def _stop_tuple(self) -> tuple[str, ...]:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) else _items("stop", self.stop)
         if len(stop) > MAX_STOP:
             raise InvalidRequestError(
                 f"stop has {len(stop)} strings, the limit is {MAX_STOP}", "stop"
@@ -125,9 +135,10 @@ class SamplingParams:
         return stop
 
     def _stop_id_tuple(self) -> tuple[int, ...]:
-        for token_id in self.stop_token_ids or ():
+        token_ids = _items("stop_token_ids", self.stop_token_ids)
+        for token_id in token_ids:
             _check_int("stop_token_ids", token_id, 0)
-        return tuple(self.stop_token_ids or ())
+        return token_ids
 
     def _check_logit_bias(self) -> None:
         if self.logit_bias is None:

@@ -36,6 +36,14 @@ def validate_request(
     return room if params.max_tokens is None else min(params.max_tokens, room)
 
 
+def validate_cache_salt(cache_salt: object) -> None:
+    """Raise InvalidRequestError unless the salt is text or None: another type has no one key."""
+    if cache_salt is not None and not isinstance(cache_salt, str):
+        raise InvalidRequestError(
+            f"cache_salt must be text or None, got {cache_salt!r:.80}", "cache_salt"
+        )
+
+
 def _check_prompt(token_ids: Sequence[int], vocab_size: int) -> None:
     if not len(token_ids):
         raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")

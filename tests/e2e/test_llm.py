@@ -213,6 +213,7 @@ def test_a_refused_prompt_disturbs_nothing(llm):
         ([1, -5], "-5"),
         (list(range(1000)) * 2, "1024"),
         ([], "prompts must|empty|no tokens"),
+        (b"abc", "a prompt is text"),
         ({"a": 1}, r"messages\[0\]|prompt"),
         ([{"role": "user"}], "content"),
     ],
@@ -220,6 +221,21 @@ def test_a_refused_prompt_disturbs_nothing(llm):
 def test_bad_prompts(llm, prompt, message):
     with pytest.raises(InvalidRequestError, match=message):
         llm.generate([prompt], GREEDY)
+
+
+@pytest.mark.parametrize("salt", [5, b"x", True, ["a"]])
+def test_a_salt_is_text(llm, salt):
+    with pytest.raises(InvalidRequestError, match="cache_salt must be text or None"):
+        llm.generate(FRANCE, GREEDY, cache_salt=salt)
+    assert not llm.engine.has_unfinished_requests()
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, [{"temperature": 0}], 5, [5]])
+def test_params_of_another_type(llm, params):
+    with pytest.raises(InvalidRequestError, match="params"):
+        llm.generate(FRANCE, params)
+    with pytest.raises(InvalidRequestError, match="params"):
+        llm.stream(FRANCE, params)
 
 
 def test_emoji_and_cjk_stream(llm):

@@ -170,3 +170,29 @@ def test_missing_config_key_is_named():
     config = {k: v for k, v in BASE.items() if k != "hidden_size"}
     with pytest.raises(ModelLoadError, match="hidden_size"):
         parse_model_config({**config, "architectures": ["LlamaForCausalLM"]})
+
+
+@pytest.mark.parametrize(
+    "key", [k for k in BASE if k not in ("pad_token_id", "rms_norm_eps")] + ["rope_scaling"]
+)
+@pytest.mark.parametrize("value", ["x", -1, [1], {"rope_type": "linear", "factor": 0}])
+def test_nonsense_values_are_load_errors(key, value):
+    with pytest.raises(ModelLoadError):
+        parse_model_config({**BASE, "architectures": ["LlamaForCausalLM"], key: value})
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers"])
+def test_a_size_of_zero_is_named(key):
+    with pytest.raises(ModelLoadError, match="must be above 0"):
+        parse_model_config({**BASE, "architectures": ["LlamaForCausalLM"], key: 0})
+
+
+def test_an_odd_head_is_refused():
+    with pytest.raises(ModelLoadError, match="head_dim=15"):
+        parse_model_config({**BASE, "architectures": ["LlamaForCausalLM"], "head_dim": 15})
+
+
+@pytest.mark.parametrize("names", [3, "LlamaForCausalLM", [3]])
+def test_architectures_of_another_kind(names):
+    with pytest.raises(ModelLoadError, match="architectures must be a list"):
+        parse_model_config({**BASE, "architectures": names})

@@ -132,6 +132,13 @@ def test_eos_ids_of_both_config_files_are_joined(tmp_path):
     assert config["bos_token_id"] == 1
 
 
+@pytest.mark.parametrize("eos", ["x", {}, [1, "2"], 1.5, True])
+def test_eos_of_another_kind_is_refused(tmp_path, eos):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": eos}))
+    with pytest.raises(ModelLoadError, match="eos_token_id=.* must be a token id"):
+        read_config(resolve_model(str(tmp_path)), "auto")
+
+
 def test_eos_is_a_list_even_when_unknown(tmp_path):
     make_folder(tmp_path, eos_token_id=None)
     assert read_config(resolve_model(str(tmp_path)))["eos_token_id"] == []

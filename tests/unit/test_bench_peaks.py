@@ -28,7 +28,9 @@ def test_a_peak_can_only_rise() -> None:
     assert read_cached(KEY) == Peaks(5.0, 7.0, 3)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", f'{{"{KEY}": {{"speed": 1}}}}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", pytest.param("[" * 100_000, id="deep"), f'{{"{KEY}": {{"speed": 1}}}}']
+)
 def test_a_damaged_cache_is_measured_anew(text: str) -> None:
     cache_file().parent.mkdir(parents=True)
     cache_file().write_text(text)

@@ -349,6 +349,13 @@ def test_a_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
         bench(tmp_path, out=blocker / "run")
 
 
+def test_a_manifest_nested_too_deep_is_damaged(tmp_path: Path) -> None:
+    bench(tmp_path)
+    (tmp_path / "run/manifest.json").write_text("[" * 100_000)
+    with pytest.raises(TraceError, match="is damaged"):
+        load_run(tmp_path / "run")
+
+
 def test_load_run_names_a_folder_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="is not a run folder"):
         load_run(tmp_path)

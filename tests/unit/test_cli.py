@@ -155,6 +155,7 @@ def test_origin_is_bench_with_one_variant(monkeypatch: pytest.MonkeyPatch) -> No
         (ModelLoadError("bad value"), 2),
         (EngineDeadError("bad value"), 1),
         (TinyVllmError("bad value"), 1),
+        (OSError("bad value"), 1),
         (KeyboardInterrupt(), 130),
     ],
 )

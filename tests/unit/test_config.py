@@ -4,7 +4,14 @@ import dataclasses
 
 import pytest
 
-from tiny_vllm.config import EngineConfig, HostFacts, ModelConfig, from_mapping, resolve
+from tiny_vllm.config import (
+    SWITCHES,
+    EngineConfig,
+    HostFacts,
+    ModelConfig,
+    from_mapping,
+    resolve,
+)
 from tiny_vllm.errors import ConfigError
 
 MODEL = ModelConfig(
@@ -77,6 +84,47 @@ def test_choices_name_the_nearest(name: str, value: str, near: str) -> None:
 def test_gpu_memory_utilization_bounds(value: float) -> None:
     with pytest.raises(ConfigError, match=rf"gpu_memory_utilization={value} .*\[0.05, 1.0\]"):
         EngineConfig.create(gpu_memory_utilization=value)
+
+
+@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("value", [0, 1, "no", None])
+def test_switches_are_true_or_false(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}={value!r} must be True or False"):
+        EngineConfig.create(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "part"),
+    [
+        ("device", 5, "not one of"),
+        ("device", "cpu:0", "give auto, cpu, cuda or cuda:N"),
+        ("device", "cuda:", "give auto, cpu, cuda or cuda:N"),
+        ("device", "cuda:x", "give auto, cpu, cuda or cuda:N"),
+        ("gpu_memory_utilization", "x", "must be a number in"),
+        ("gpu_memory_utilization", float("nan"), "must be a number in"),
+        ("seed", "x", "whole number"),
+        ("seed", 1.5, "whole number"),
+        ("num_threads", 10**9, "at most 1024"),
+        ("model", None, "must be text"),
+        ("tokenizer", 5, "must be text"),
+        ("revision", 5, "must be text"),
+    ],
+)
+def test_values_of_another_kind_are_refused(name: str, value: object, part: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{name}=.*{part}"):
+        EngineConfig.create(**{name: value})
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:0", "cuda:11"])
+def test_devices_that_are_understood(device: str) -> None:
+    assert EngineConfig(device=device).device == device
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "kv_cache_memory_bytes"])
+def test_a_pool_beyond_the_memory_names_both_sizes(name: str) -> None:
+    config = EngineConfig.create(**{name: 10**18})
+    with pytest.raises(ConfigError, match=rf"{name}=10+ asks for .* {8 << 30} bytes .* free"):
+        resolve(config, MODEL, CPU)
 
 
 def test_config_is_frozen_and_replace_checks_again() -> None:

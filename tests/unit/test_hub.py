@@ -156,7 +156,14 @@ def test_hub_id_without_the_client_says_what_to_install(monkeypatch):
         resolve_model("org/name")
 
 
-@pytest.mark.parametrize(("text", "reason"), [("{", "cannot be read"), ("[]", "JSON object")])
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "cannot be read"),
+        pytest.param("[" * 100_000, "cannot be read", id="deep"),
+        ("[]", "JSON object"),
+    ],
+)
 def test_bad_json_names_the_file(tmp_path, text, reason):
     path = tmp_path / "config.json"
     path.write_text(text)

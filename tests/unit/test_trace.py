@@ -42,6 +42,7 @@ def test_lines_are_read_one_at_a_time(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "line 2: not JSON"),
+        pytest.param("[" * 100_000, "line 2: not JSON", id="deep"),
         ("[1]", "line 2: a JSON object is needed, not a list"),
         ('{"max_tokens": 1}', "exactly one of the fields prompt_token_ids, prompt, messages"),
         ('{"prompt": "a", "messages": [], "max_tokens": 1}', "found prompt, messages"),

@@ -103,7 +103,7 @@ def load_run(path: str | Path) -> RunData:
             data.steps[(row["variant"], row["repeat"])].append(step_from_json(row))
     except OSError as error:
         raise TraceError(f"{folder} is not a run folder: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise TraceError(f"run folder {folder} is damaged: {error!r}") from error
     return data
 

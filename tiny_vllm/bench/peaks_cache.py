@@ -29,7 +29,7 @@ def peaks_key(device_name: str, torch_version: str, dtype: str, threads: int) ->
 def _read_all() -> dict[str, Any]:
     try:
         entries = json.loads(cache_file().read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return entries if isinstance(entries, dict) else {}
 

@@ -86,7 +86,7 @@ class _Line:
     def parse(self, line: str, number: int) -> TraceRequest:
         try:
             value = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TraceError(f"{self.where}: not JSON ({error})") from error
         if not isinstance(value, dict):
             raise TraceError(f"{self.where}: a JSON object is needed, not {_kind(value)}")

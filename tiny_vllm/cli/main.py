@@ -48,6 +48,11 @@ def guarded(func: Callable[..., None]) -> Callable[..., None]:
         except TinyVllmError as error:
             typer.echo("error: " + " ".join(str(error).split()), err=True)
             raise typer.Exit(exit_status(error)) from None
+        except BrokenPipeError:
+            raise  # the reader has gone: click ends quietly
+        except OSError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from None
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(130) from None

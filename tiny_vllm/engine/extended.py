@@ -16,7 +16,7 @@ from tiny_vllm.protocol import EngineInfo, ModelRunner, StepRecord, TokenLedger
 from tiny_vllm.request import Request, RequestId
 from tiny_vllm.sampling_params import SamplingParams
 from tiny_vllm.tokenizer import Tokenizer, load_tokenizer
-from tiny_vllm.validation import validate_request
+from tiny_vllm.validation import validate_cache_salt, validate_request
 from tiny_vllm.worker.builder import build_worker
 
 
@@ -81,6 +81,7 @@ class ExtendedEngine:
             raise InvalidRequestError(f"n={params.n}: a core request has one completion", "n")
         if params.stop_strings and self.tokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids", "stop")
+        validate_cache_salt(cache_salt)
         max_tokens = validate_request(
             prompt_token_ids, params, self.info.vocab_size, self.info.max_model_len
         )

@@ -118,7 +118,7 @@ class LLM:
         if _is_chat(prompt):
             text = self.tokenizer.apply_chat_template(prompt)  # type: ignore[arg-type]
             return text, self.tokenizer.encode(text, add_special_tokens=False)
-        if isinstance(prompt, Sequence) and all(isinstance(t, int) for t in prompt):
+        if _is_list(prompt) and all(isinstance(t, int) for t in prompt):
             return None, list(prompt)  # type: ignore[arg-type]
         raise InvalidRequestError(
             f"a prompt is text, a list of token ids or a list of messages, got {prompt!r:.80}",
@@ -139,6 +139,10 @@ class LLM:
     def _submit(
         self, prompt: Prompt, params: SamplingParams, cache_salt: str | None
     ) -> RequestGroup:
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequestError(
+                f"params must be SamplingParams, got {params!r:.80}", "params"
+            )
         text, token_ids = self.encode(prompt)
         group = RequestGroup(str(next(self._ids)), params)
         try:
@@ -216,6 +220,11 @@ class OutputStream(Iterator[RequestOutput]):
         self.close()
 
 
+def _is_list(value: object) -> bool:
+    """A sequence that is neither text nor bytes: the numbers of bytes are no token ids."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
 def _is_chat(prompt: object) -> bool:
     return (
         isinstance(prompt, Sequence)
@@ -227,9 +236,9 @@ def _is_chat(prompt: object) -> bool:
 def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str) or _is_chat(prompts):
         return [prompts]
-    if isinstance(prompts, Sequence) and prompts and all(isinstance(t, int) for t in prompts):
+    if _is_list(prompts) and prompts and all(isinstance(t, int) for t in prompts):
         return [prompts]
-    if not isinstance(prompts, Sequence):
+    if not _is_list(prompts):
         raise InvalidRequestError(
             f"prompts must be a list or one prompt, got {prompts!r}", "prompts"
         )
@@ -243,6 +252,10 @@ def _params_list(
         params = SamplingParams()
     if isinstance(params, SamplingParams):
         return [params] * count
+    if not _is_list(params):
+        raise InvalidRequestError(
+            f"params must be SamplingParams or a list of them, got {params!r:.80}", "params"
+        )
     if len(params) != count:
         raise InvalidRequestError(
             f"{len(params)} sampling parameters for {count} prompts: give one, or one a prompt",

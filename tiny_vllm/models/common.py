@@ -40,9 +40,10 @@ def base_config(hf: Mapping[str, Any], **family: Any) -> ModelConfig:
     activation = hf.get("hidden_act", "silu")
     if activation != "silu":
         raise ModelLoadError(f"hidden_act={activation!r} is not supported: only silu is")
-    if heads % kv_heads:
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ModelLoadError(
-            f"num_attention_heads={heads} is not a multiple of num_key_value_heads={kv_heads}"
+            f"num_attention_heads={heads} is not a positive multiple of "
+            f"num_key_value_heads={kv_heads}"
         )
     theta, scaling = rope_settings(hf)
     values: dict[str, Any] = {

@@ -14,6 +14,17 @@ _PARSERS: dict[str, Callable[[Mapping[str, Any]], ModelConfig]] = {
     "Qwen2ForCausalLM": qwen2.parse_config,
     "Qwen3ForCausalLM": qwen3.parse_config,
 }
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "rope_theta",
+)
 
 
 def supported_architectures() -> list[str]:
@@ -27,8 +38,10 @@ def parse_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ModelLoadError: an unknown architecture, or a setting the decoder cannot honour.
     """
-    names = hf_config.get("architectures") or []
-    name = names[0] if names else "(none given)"
+    names = hf_config.get("architectures") or ["(none given)"]
+    if not isinstance(names, (list, tuple)) or not isinstance(names[0], str):
+        raise ModelLoadError(f"the config's architectures must be a list of names, got {names!r}")
+    name = names[0]
     parser = _PARSERS.get(name)
     if parser is None:
         near = difflib.get_close_matches(name, _PARSERS, 1)
@@ -38,6 +51,23 @@ def parse_model_config(hf_config: Mapping[str, Any]) -> ModelConfig:
             f"{', '.join(supported_architectures())}"
         )
     try:
-        return parser(hf_config)
+        config = parser(hf_config)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ModelLoadError(f"the config of {name} has a value of a wrong kind: {error}") from None
     except KeyError as error:
         raise ModelLoadError(f"the config of {name} lacks the key {error}") from None
+    _check_sizes(name, config)
+    return config
+
+
+def _check_sizes(name: str, config: ModelConfig) -> None:
+    scaling = config.rope_scaling
+    positive = {size: getattr(config, size) for size in _SIZES}
+    if scaling is not None:
+        positive["rope scaling factor"] = scaling.factor
+        positive["original_max_position_embeddings"] = scaling.original_max_position_embeddings
+    for size, value in positive.items():
+        if not value > 0:
+            raise ModelLoadError(f"the config of {name} gives {size}={value}; it must be above 0")
+    if config.head_dim % 2:
+        raise ModelLoadError(f"the config of {name} gives head_dim={config.head_dim}: must be even")

@@ -39,7 +39,10 @@ def _generation_config(folder: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-def _as_list(value: int | list[int] | None) -> list[int]:
+def _as_list(value: object) -> list[int]:
     if value is None:
         return []
-    return list(value) if isinstance(value, list) else [value]
+    ids: list[Any] = value if isinstance(value, list) else [value]
+    if not all(type(token_id) is int for token_id in ids):
+        raise ModelLoadError(f"eos_token_id={value!r} must be a token id or a list of them")
+    return ids
