@@ -75,10 +75,6 @@ class KvBytes:
     logical: int = 0
     physical: int = 0
 
-    def add(self, other: "KvBytes") -> None:
-        self.logical += other.logical
-        self.physical += other.physical
-
 
 @dataclass(slots=True)
 class ModelRunnerOutput:

@@ -42,7 +42,6 @@ class Request:
         block_hashes: hash chain of the full blocks, computed once and extended.
         cache_salt, adapter: separate key fields of the hash chain.
         use_prefix_cache: False bypasses look-ups (prompt log-probabilities do).
-        priority: reserved for schedulers; FCFS ignores it.
     """
 
     request_id: RequestId
@@ -54,7 +53,6 @@ class Request:
     cache_salt: str | None = None
     adapter: str | None = None
     use_prefix_cache: bool = True
-    priority: int = 0
 
     token_ids: list[int] = field(init=False)
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)
@@ -62,7 +60,6 @@ class Request:
     num_cached_tokens: int = field(init=False, default=0)
     block_ids: list[BlockId] = field(init=False, default_factory=list)
     block_hashes: list[BlockHash] = field(init=False, default_factory=list)
-    num_preemptions: int = field(init=False, default=0)
     finish_reason: FinishReason | None = field(init=False, default=None)
     stop_reason: int | str | None = field(init=False, default=None)
     metrics: RequestMetrics = field(init=False)
@@ -88,9 +85,8 @@ class Request:
         return self.token_ids[len(self.prompt_token_ids) :]
 
     @property
-    def is_prefill(self) -> bool:
-        """True while more than the newest token lacks KV."""
-        return self.num_tokens - self.num_computed_tokens > 1 or self.num_output_tokens == 0
+    def num_preemptions(self) -> int:
+        return self.metrics.num_preemptions
 
     @property
     def is_finished(self) -> bool:

@@ -32,7 +32,7 @@ def admit(books: Accountant, prompt_len: int, found: PrefixHit = NO_HIT) -> Requ
 def preempt(books: Accountant, request: Request) -> None:
     books.preempted(request)
     request.num_computed_tokens = 0
-    request.num_preemptions += 1
+    request.metrics.num_preemptions += 1
 
 
 def resume(books: Accountant, request: Request, found: PrefixHit) -> None:

@@ -19,7 +19,7 @@ SHORT_TAIL_TOKENS = 256  # shorter private tails of decodes are gathered and run
 NEVER_SHARE = 1 << 60
 FEW_TOKENS = 4  # a run is read in pieces for at most so many query tokens
 MIN_PIECE_TOKENS = 512
-MAX_PIECES = 2
+PIECES = 2
 
 Index = slice | Tensor  # a slice where tokens or slots are consecutive, else int64 indices
 
@@ -153,18 +153,16 @@ class PlanBuilder:
 
         Divides the block size, so that padding never leaves the last block.
         """
-        if num_tokens > FEW_TOKENS or self._block_size % MAX_PIECES:
-            return 1
-        pieces = 1
-        while pieces < MAX_PIECES and length >= 2 * pieces * MIN_PIECE_TOKENS:
-            pieces *= 2
-        return pieces
+        few = num_tokens <= FEW_TOKENS and length >= PIECES * MIN_PIECE_TOKENS
+        return PIECES if few and self._block_size % PIECES == 0 else 1
 
     def _hide_after(self, length: int, padded: int, shape: tuple[int, ...]) -> Tensor | None:
         if length == padded:
             return None
-        hidden = (torch.arange(padded) >= length).view(shape)
-        return torch.zeros(shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
+        return self._additive((torch.arange(padded) >= length).view(shape))
+
+    def _additive(self, hidden: Tensor) -> Tensor:
+        return torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
 
     def _add_runs(self, forest: Forest) -> None:
         for run in forest.runs:
@@ -203,8 +201,7 @@ class PlanBuilder:
         mask = None
         if (lens < length).any():
             hidden = torch.from_numpy(np.arange(length) >= lens[:, None])
-            mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
-            mask = mask[:, None, None, :]
+            mask = self._additive(hidden)[:, None, None, :]
         tokens = self._starts[rows]
         parts = self._parts(tokens, forest.num_runs[rows])
         self.plan.tails.append(
@@ -240,6 +237,6 @@ class PlanBuilder:
         query = torch.arange(first, first + count)[:, None]
         key = torch.arange(begin, begin + length)
         hidden = (key > query) | (key <= query - window)
-        mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, -torch.inf)
+        mask = self._additive(hidden)
         start = int(self._starts[row])
         return WindowItem(slice(start, start + count), torch.from_numpy(ids), offset, length, mask)

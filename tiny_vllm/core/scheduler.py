@@ -225,7 +225,6 @@ class Scheduler:
         self.kv.release(request)
         request.num_computed_tokens = 0
         request.status = RequestStatus.PREEMPTED
-        request.num_preemptions += 1
         request.metrics.num_preemptions += 1
         del self._running[request.request_id]
         self._removed.append(request.request_id)
@@ -235,7 +234,7 @@ class Scheduler:
         """Schedule all decodes; return the running requests that are still in prefill."""
         prefills = []
         for request in self._running.values():
-            computed = request.num_computed_tokens  # is_prefill, spelled out: the hot loop
+            computed = request.num_computed_tokens  # read once: the hot loop
             if computed < len(request.prompt_token_ids) or len(request.token_ids) - computed > 1:
                 prefills.append(request)
             else:

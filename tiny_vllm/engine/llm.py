@@ -5,7 +5,6 @@ Owns prompt forms, fan-out of ``n`` and the caller's order. Several streams and
 """
 
 import itertools
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -41,7 +40,7 @@ class LLM:
         if not isinstance(model, str):
             raise ConfigError(f"model must be a path, an id or an alias, got {model!r}")
         self.engine = ExtendedEngine.build(EngineConfig.create(model=model, **config))
-        self._mailboxes: dict[str, deque[RequestOutput]] = {}
+        self._mailboxes: dict[str, RequestOutput | None] = {}  # the newest output
         self._ids = itertools.count()
 
     @property
@@ -148,7 +147,7 @@ class LLM:
         try:
             for request_id, child in group.children():
                 self.engine.add_request(request_id, token_ids, child, text, cache_salt)
-                self._mailboxes[request_id] = deque()
+                self._mailboxes[request_id] = None
         except BaseException:
             self.release([group])
             raise
@@ -166,10 +165,8 @@ class LLM:
     def step(self) -> None:
         """Run one engine step and put each output into the mailbox of its request."""
         for output in self.engine.step():
-            box = self._mailboxes.get(output.request_id)
-            if box is not None:
-                box.clear()  # outputs are cumulative: the newest says it all
-                box.append(output)
+            if output.request_id in self._mailboxes:
+                self._mailboxes[output.request_id] = output  # cumulative: the newest says it all
 
     def follows(self, group: RequestGroup) -> bool:
         """True until the group is released."""
@@ -179,16 +176,20 @@ class LLM:
         """Move a group's new outputs out of their mailboxes; return its new tokens."""
         before = group.num_tokens
         for request_id in group.request_ids:
-            box = self._mailboxes.get(request_id)
-            while box:
-                group.take(box.popleft())
+            output = self._mailboxes.get(request_id)
+            if output is not None:
+                group.take(output)
+                self._mailboxes[request_id] = None
         return group.num_tokens - before + group.just_finished()
 
     def release(self, groups: Sequence[RequestGroup]) -> None:
         """Forget groups; what is not finished is aborted."""
         for group in groups:
             for request_id in group.request_ids:
-                if self._mailboxes.pop(request_id, None) is not None and not group.finished:
+                if request_id not in self._mailboxes:
+                    continue
+                del self._mailboxes[request_id]
+                if not group.finished:
                     self.engine.abort(request_id)
 
 
