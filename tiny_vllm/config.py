@@ -25,9 +25,11 @@ SWITCHES = (
     "enable_prefix_caching",
     "enable_chunked_prefill",
     "use_cuda_graph",
+    "async_scheduling",
     "debug_checks",
     "skip_tokenizer_init",
 )
+MAX_HEAD_DIM = 256  # of the Triton attention kernel
 MAX_THREADS = 1024  # far more would end the process inside the thread library
 _T = TypeVar("_T")
 
@@ -129,6 +131,8 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     use_cuda_graph: bool = True
     attention: str = "forest"
+    attention_backend: str = "auto"
+    async_scheduling: bool = True
     schedule: str = "fcfs"
     seed: int = 0
     num_threads: int | None = None
@@ -141,6 +145,7 @@ class EngineConfig:
         check_choice("dtype", self.dtype, DTYPES)
         _check_device(self.device)
         check_choice("attention", self.attention, ("forest", "per-request"))
+        check_choice("attention_backend", self.attention_backend, ("auto", "torch", "triton"))
         check_choice("schedule", self.schedule, ("fcfs",))
         for name in POSITIVE_SETTINGS:
             value = getattr(self, name)
@@ -193,6 +198,7 @@ class HostFacts:
 
     has_cuda: bool = False
     cuda_reason: str = "no CUDA device"
+    triton_fault: str | None = "no CUDA device"  # why Triton kernels cannot run; None if they can
     cpu_bf16: bool = False  # matrix products in bf16 are native (AVX512-BF16, AMX)
     num_cores: int = 1
     available_memory_bytes: int = 4 << 30
@@ -226,9 +232,12 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Engine
     _resolve_lengths(config, model, is_cpu, out, pick, given)
     if not given("num_threads"):
         pick("num_threads", host.num_cores, "OMP_NUM_THREADS, else all cores this process may use")
-    if config.use_cuda_graph:
-        why_not = "no effect on cpu: CUDA graphs need a GPU" if is_cpu else "not implemented yet"
-        pick("use_cuda_graph", False, why_not)
+    _resolve_backend(config, model, host, is_cpu, pick, given)
+    has_loop = out["attention_backend"] == "triton"
+    for name in ("use_cuda_graph", "async_scheduling"):
+        if getattr(config, name) and not has_loop:
+            where = "on cpu" if is_cpu else "without the Triton backend"
+            pick(name, False, f"no effect {where}: it needs the decode loop of a GPU")
     if is_cpu:
         _resolve_cpu_blocks(config, model, host, out, pick, given)
     return config.replace(**out, reasons=why)
@@ -244,6 +253,23 @@ def _resolve_device(config: EngineConfig, host: HostFacts, pick: Any, given: Any
         pick("device", "cuda", "a CUDA device is usable")
     else:
         pick("device", "cpu", host.cuda_reason)
+
+
+def _resolve_backend(
+    config: EngineConfig, model: ModelConfig, host: HostFacts, is_cpu: bool, pick: Any, given: Any
+) -> None:
+    fault = "kernels run on a GPU only" if is_cpu else host.triton_fault
+    if fault is None and (model.head_dim > MAX_HEAD_DIM or model.head_dim % 2):
+        fault = f"head_dim={model.head_dim}: the kernels take even sizes up to {MAX_HEAD_DIM}"
+    if given("attention_backend"):
+        if config.attention_backend == "triton" and fault is not None:
+            raise ConfigError(
+                f"attention_backend='triton' cannot be used: {fault}; use auto or torch"
+            )
+    elif fault is None:
+        pick("attention_backend", "triton", "Triton kernels run on this GPU")
+    else:
+        pick("attention_backend", "torch", fault)
 
 
 def _resolve_dtype(

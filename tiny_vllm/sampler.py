@@ -80,6 +80,13 @@ class Sampler:
     means that a resumed request draws what it would have drawn.
     """
 
+    @staticmethod
+    def greedy_results(
+        token_ids: Sequence[int], peaks: Sequence[float]
+    ) -> list[SampledToken | SampleError]:
+        """Results of rows whose arg-max and its logit the device found already."""
+        return [_result(i, peak) for i, peak in zip(token_ids, peaks, strict=True)]
+
     @torch.inference_mode()
     def sample(
         self, logits: Tensor, rows: Sequence[SamplingRow]

@@ -194,7 +194,10 @@ def test_cuda_graphs_are_said_to_have_no_effect_on_cpu() -> None:
     assert "no effect on cpu" in config.reasons["use_cuda_graph"]
     on_gpu = resolve(EngineConfig(), MODEL, GPU)
     assert on_gpu.use_cuda_graph is False
-    assert on_gpu.reasons["use_cuda_graph"] == "not implemented yet"
+    assert "without the Triton backend" in on_gpu.reasons["use_cuda_graph"]
+    kernels = resolve(EngineConfig(), MODEL, dataclasses.replace(GPU, triton_fault=None))
+    assert kernels.attention_backend == "triton"
+    assert kernels.use_cuda_graph is True and kernels.async_scheduling is True
 
 
 def test_max_model_len_above_the_model_names_both() -> None:

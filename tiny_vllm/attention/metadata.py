@@ -6,7 +6,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from tiny_vllm.layers.decoder_layer import Attend
+from tiny_vllm.layers.decoder_layer import Attend, FusedAttend
 from tiny_vllm.protocol import KvBytes
 
 IntArray = npt.NDArray[np.integer]
@@ -52,7 +52,7 @@ class AttentionBatch:
 class AttentionBackend(Protocol):
     """Owns the KV tensors. ``plan`` once a step, then ``attend`` once a layer."""
 
-    def plan(self, batch: AttentionBatch) -> tuple[Attend, KvBytes]:
+    def plan(self, batch: AttentionBatch) -> tuple[Attend | FusedAttend, KvBytes]:
         """Return the function the decoder calls in each layer, and the bytes it reads."""
         ...
 

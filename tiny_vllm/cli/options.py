@@ -38,6 +38,8 @@ ENGINE_HELP = {
     "enable_prefix_caching": "Keep the KV cache of seen prefixes and reuse it.",
     "enable_chunked_prefill": "Split long prompts over steps, mixed with decodes.",
     "use_cuda_graph": "Replay decode steps from CUDA graphs.",
+    "attention_backend": "auto, torch or triton; auto takes Triton kernels where a GPU runs them.",
+    "async_scheduling": "Launch a decode step on the GPU before the last one's tokens are read.",
     "attention": "forest reads a shared prefix once per step; per-request is its plain twin.",
     "schedule": "Order of waiting requests: fcfs.",
     "seed": "Seed of the engine: dummy weights, and draws of requests without a seed.",

@@ -104,6 +104,22 @@ class KVCacheManager:
             return []  # a decode inside its last block: nearly every call
         return self._allocate(request, num_new_tokens, hit)
 
+    def reserve_next(self, request: Request, spare: int) -> list[BlockId]:
+        """Give a decode the block of the token after its next one, if that starts a block.
+
+        So the data plane can run a step ahead. Best effort: nothing when the request ends
+        before that token, or when ``spare`` blocks or fewer would be left.
+        """
+        position = request.num_computed_tokens + 1
+        table = request.block_ids
+        if position < len(table) * self.block_size or self.pool.num_available <= spare:
+            return []
+        if position >= request.num_prompt_tokens + request.max_tokens - 1:
+            return []
+        new = [block.block_id for block in self._new_blocks(request, 1)]
+        table.extend(new)
+        return new
+
     def tokens_lost(self, request: Request) -> int:
         """Computed tokens that only this request holds: the work a preemption puts at risk."""
         blocks, table = self.pool.blocks, request.block_ids

@@ -57,6 +57,7 @@ class Scheduler:
         self._max_num_seqs = _concrete(config, "max_num_seqs")
         self._chunked = config.enable_chunked_prefill
         self._debug = config.debug_checks
+        self._look_ahead = config.async_scheduling
         if not self._chunked and self._token_budget < self._max_model_len:
             raise ConfigError(
                 f"max_num_batched_tokens={self._token_budget} is below max_model_len="
@@ -241,6 +242,9 @@ class Scheduler:
                 new_block_ids = self.kv.allocate(request, 1)
                 assert new_block_ids is not None, "a decode was left without a block"
                 assert plan.budget > 0, "more running requests than the step has tokens"
+                if self._look_ahead and not (computed + 1) % self.kv.block_size:
+                    spare = self._watermark + len(self._running)
+                    new_block_ids = new_block_ids + self.kv.reserve_next(request, spare)
                 plan.add_decode(request, new_block_ids)
         return prefills
 

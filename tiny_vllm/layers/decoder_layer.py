@@ -5,6 +5,7 @@ Knows shapes and weights; how queries meet the KV cache is the caller's ``attend
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -15,6 +16,22 @@ from tiny_vllm.ops.rotary import RotaryEmbedding
 
 # (layer, q [T, heads, d], k [T, kv_heads, d], v [T, kv_heads, d]) -> [T, heads, d]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class FusedAttend(Protocol):
+    """As `Attend`, with the rotation and the norms of q and k inside."""
+
+    positions: Tensor  # int [T]
+
+    def attend_qkv(
+        self,
+        layer: int,
+        qkv: Tensor,
+        rotary: RotaryEmbedding,
+        norms: tuple[Tensor, Tensor, float] | None,
+    ) -> Tensor:
+        """qkv [T, (heads + 2 kv_heads) * d], norms (q, k, eps) -> [T, heads * d]."""
+        ...
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tiny_vllm.layers.decoder_layer import Attend, DecoderLayer
+from tiny_vllm.layers.decoder_layer import Attend, DecoderLayer, FusedAttend
 from tiny_vllm.models.weight_map import DecoderWeights
 from tiny_vllm.ops.linear import Linear, make_linear
 from tiny_vllm.ops.norm import rms_norm
@@ -22,9 +22,10 @@ class Decoder:
     Args:
         weights: filled tensors; consumed, so that packing does not hold two copies.
         max_positions: positions the rotary table covers.
+        fused: build the layers for `forward_fused` too (a GPU; Triton kernels).
     """
 
-    def __init__(self, weights: DecoderWeights, max_positions: int) -> None:
+    def __init__(self, weights: DecoderWeights, max_positions: int, *, fused: bool = False) -> None:
         self.config = config = weights.config
         self.dtype, self.device = weights.dtype, weights.device
         self._embedding = weights.pop("model.embed_tokens.weight")  # [vocab, hidden]
@@ -38,15 +39,25 @@ class Decoder:
             self.device,
         )
         head = self._embedding if config.tie_word_embeddings else weights.pop("lm_head.weight")
-        self._head = make_linear(head)
+        self._make_linear = Linear if fused else make_linear
+        self._head = self._make_linear(head)
         self._layers = [self._build_layer(weights, i) for i in range(config.num_layers)]
+        self._fused = None
+        if fused:
+            from tiny_vllm.layers.fused_layer import FusedDecoder  # needs triton
+
+            self._fused = FusedDecoder(self._layers, self._final_norm, self._head.weight)
 
     def _build_layer(self, weights: DecoderWeights, index: int) -> DecoderLayer:
         prefix = f"model.layers.{index}"
 
         def linear(*names: str) -> Linear:
-            return make_linear(*weights.pop_stacked(prefix, names))
+            return self._make_linear(*weights.pop_stacked(prefix, names))
 
+        # Neighbours in memory: the fused layer reads both as one matrix.
+        gate_up, bias = weights.pop_stacked(prefix, ("mlp.gate_proj", "mlp.up_proj"))
+        biases = (None, None) if bias is None else bias.chunk(2)
+        gate, up = (self._make_linear(w, b) for w, b in zip(gate_up.chunk(2), biases, strict=True))
         qk_norm = self.config.qk_norm
         return DecoderLayer(
             index=index,
@@ -56,8 +67,8 @@ class Decoder:
             qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             out=linear("self_attn.o_proj"),
             post_norm=weights.pop(f"{prefix}.post_attention_layernorm.weight"),
-            gate=linear("mlp.gate_proj"),
-            up=linear("mlp.up_proj"),
+            gate=gate,
+            up=up,
             down=linear("mlp.down_proj"),
             q_norm=weights.pop(f"{prefix}.self_attn.q_norm.weight") if qk_norm else None,
             k_norm=weights.pop(f"{prefix}.self_attn.k_norm.weight") if qk_norm else None,
@@ -78,6 +89,20 @@ class Decoder:
         cos, sin = self._rotary.gather(positions)
         for layer in self._layers:
             hidden = layer(hidden, cos, sin, attend)
+        return hidden
+
+    @torch.inference_mode()
+    def forward_fused(self, input_ids: Tensor, positions: Tensor, attend: FusedAttend) -> Tensor:
+        """As `forward`, in few kernels and safe to capture in a CUDA graph.
+
+        Args:
+            input_ids, positions: int [T]; a negative position marks a padded token.
+            attend: rotates, stores K and V, attends.
+        """
+        assert self._fused is not None, "the decoder was built without fused layers"
+        hidden = F.embedding(input_ids, self._embedding)
+        for layer in self._fused.layers:
+            layer(hidden, self._rotary, attend)
         return hidden
 
     @torch.inference_mode()

@@ -1,6 +1,7 @@
 """What the machine offers, and process settings that make CPU inference fast."""
 
 import ctypes
+import importlib.util
 import os
 import platform
 import sys
@@ -18,6 +19,7 @@ def host_facts() -> HostFacts:
     return HostFacts(
         has_cuda=has_cuda,
         cuda_reason=reason,
+        triton_fault=_triton_fault() if has_cuda else reason,
         cpu_bf16=_cpu_has_bf16(),
         num_cores=usable_cores(),
         available_memory_bytes=available_memory_bytes(),
@@ -32,6 +34,15 @@ def _cuda() -> tuple[bool, str]:
     if major < 7:
         return False, f"the GPU has compute capability {major}.{minor}, 7.0 is needed"
     return True, f"{torch.cuda.get_device_name()}, compute capability {major}.{minor}"
+
+
+def _triton_fault() -> str | None:
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        return f"compute capability {major}.{minor}: the Triton kernels need 8.0 (Ampere)"
+    if importlib.util.find_spec("triton") is None:
+        return "the triton package is not installed"
+    return None
 
 
 def _cpu_has_bf16() -> bool:

@@ -61,7 +61,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     )
     weights.load(_tensors(files, resolved, model_config))
     assert resolved.max_model_len is not None
-    decoder = Decoder(weights, resolved.max_model_len)
+    decoder = Decoder(weights, resolved.max_model_len, fused=resolved.attention_backend == "triton")
     return LoadedModel(resolved, model_config, decoder, files)
 
 

@@ -55,6 +55,11 @@ class RotaryEmbedding:
         """Return (cos, signed sin) of ``positions`` [T], each [T, 1, head_dim]."""
         return self._cos[positions], self._sin[positions]
 
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """(cos, signed sin) of every position, each [max_positions, head_dim]."""
+        return self._cos.squeeze(1), self._sin.squeeze(1)
+
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Rotate ``x`` [T, heads, head_dim] by the angles that `gather` returned."""
         return torch.addcmul(x * cos, x.roll(self._half, -1), sin)

@@ -7,7 +7,7 @@ from tiny_vllm.hub import ModelFiles
 from tiny_vllm.models.loader import engine_info, load_model
 from tiny_vllm.protocol import EngineInfo
 from tiny_vllm.worker.memory import size_kv_pool
-from tiny_vllm.worker.model_runner import ModelRunner, build_backend
+from tiny_vllm.worker.model_runner import ModelRunner, build_runner
 
 
 @dataclass(slots=True)
@@ -29,6 +29,6 @@ def build_worker(config: EngineConfig) -> Worker:
     """
     loaded = load_model(config)
     size_kv_pool(loaded)
-    runner = ModelRunner(loaded, build_backend(loaded))
+    runner = build_runner(loaded)
     info = engine_info("extended", loaded)
     return Worker(runner, loaded.config, info, loaded.files, loaded.model_config.eos_token_ids)

@@ -43,6 +43,18 @@ class BatchRow:
             generator=None if data.params.is_greedy else make_generator(seed, device),
         )
 
+        params = data.params
+        # Its next token is the arg-max of the logits as they are.
+        self.is_plain_greedy = (
+            params.is_greedy and params.logprobs is None and not params.min_tokens
+        ) and not self.sampling.edits_logits
+
+    def length_limit(self, max_model_len: int) -> int:
+        """Tokens at which the request ends, whatever they are."""
+        if self.params.max_tokens is None:
+            return max_model_len
+        return min(max_model_len, self.num_prompt_tokens + self.params.max_tokens)
+
     def append_token(self, token_id: int) -> None:
         """Add a sampled token."""
         if self.num_tokens == len(self.token_ids):
@@ -106,17 +118,17 @@ class InputBatch:
         self._rows: dict[RequestId, BatchRow] = {}
         self._seed, self._device = seed, device
 
-    def update(self, step: SchedulerOutput) -> StepBatch | None:
-        """Apply a step's messages and return its batch; None when nothing is scheduled."""
+    def update(self, step: SchedulerOutput) -> tuple[list[BatchRow], bool]:
+        """Apply a step's messages; return its rows and whether a row got new blocks."""
         for request_id in step.removed_request_ids:
             self._rows.pop(request_id, None)
         for new in step.new_requests:
             self._rows[new.request_id] = BatchRow(new, self._seed, self._device)
+        grew = False
         for cached in step.cached_requests:
             row = self._rows[cached.request_id]
             row.num_computed_tokens = cached.num_computed_tokens
-            row.append_blocks(cached.new_block_ids)
-        if not step.num_scheduled_tokens:
-            return None
-        rows = [self._rows[request_id] for request_id in step.num_scheduled_tokens]
-        return StepBatch(rows, list(step.num_scheduled_tokens.values()))
+            if cached.new_block_ids:
+                row.append_blocks(cached.new_block_ids)
+                grew = True
+        return [self._rows[request_id] for request_id in step.num_scheduled_tokens], grew

@@ -4,6 +4,8 @@ Owns the model, the KV tensors (through the attention backend) and the sampler. 
 knows nothing of scheduling or caching policy: blocks and counts arrive decided.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -11,32 +13,61 @@ from tiny_vllm.attention.metadata import AttentionBackend, IntArray
 from tiny_vllm.attention.torch_backend import TorchAttention
 from tiny_vllm.models.loader import LoadedModel
 from tiny_vllm.protocol import ModelRunnerOutput, SampledToken, SchedulerOutput
-from tiny_vllm.sampler import Sampler, prompt_logprobs
+from tiny_vllm.sampler import SampleError, Sampler, prompt_logprobs
 from tiny_vllm.worker.input_batch import BatchRow, InputBatch, StepBatch
+
+if TYPE_CHECKING:  # imports triton
+    from tiny_vllm.worker.decode_loop import DecodeLoop, Ticket
 
 _LOGIT_ROWS = 128  # prompt log-probabilities: rows of logits held at a time
 
 
 class ModelRunner:
-    """The data plane of one device."""
+    """The data plane of one device.
 
-    def __init__(self, loaded: LoadedModel, backend: AttentionBackend) -> None:
+    Args:
+        decode_loop: runs steps in which every row decodes one token; None where the backend
+            keeps no state on the device.
+        run_ahead: launch the next decode step before the results of this one are read.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        backend: AttentionBackend,
+        decode_loop: "DecodeLoop | None" = None,
+        run_ahead: bool = False,
+    ) -> None:
         self._decoder = loaded.decoder
         self._device = loaded.device
         self._backend = backend
         self._batch = InputBatch(loaded.config.seed, loaded.device)
         self._sampler = Sampler()
+        self._loop, self._run_ahead = decode_loop, run_ahead
+        self._ahead: Ticket | None = None  # of the step after the last one returned
 
     @torch.inference_mode()
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Run the scheduled tokens through the model and sample where a row is complete."""
-        batch = self._batch.update(scheduler_output)
-        if batch is None:
+        rows, grew = self._batch.update(scheduler_output)
+        if not rows:
             return ModelRunnerOutput()
+        counts = list(scheduler_output.num_scheduled_tokens.values())
+        if self._loop is not None:
+            if all(r.num_tokens == r.num_computed_tokens + 1 for r in rows):
+                return self._decode(self._loop, rows, grew)
+            self._loop.forget()
+            self._ahead = None
+        return self._run(StepBatch(rows, counts))
+
+    def _run(self, batch: StepBatch) -> ModelRunnerOutput:
         attend, kv_bytes = self._backend.plan(batch.attention)
-        hidden = self._decoder.forward(
-            self._to_device(batch.input_ids()), self._to_device(batch.attention.positions()), attend
-        )
+        input_ids = self._to_device(batch.input_ids())
+        if callable(attend):
+            positions = self._to_device(batch.attention.positions())
+            hidden = self._decoder.forward(input_ids, positions, attend)
+        else:
+            hidden = self._decoder.forward_fused(input_ids, attend.positions, attend)
         output = ModelRunnerOutput(
             num_forward_tokens=batch.attention.num_tokens,
             kv_bytes=kv_bytes,
@@ -44,6 +75,32 @@ class ModelRunner:
         )
         self._collect_prompt_logprobs(batch, hidden, output)
         self._sample(batch, hidden, output)
+        return output
+
+    def _decode(self, loop: "DecodeLoop", rows: list[BatchRow], grew: bool) -> ModelRunnerOutput:
+        """A step of the decode loop; launched earlier if the last step ran ahead."""
+        ticket, self._ahead = self._ahead, None
+        if not loop.holds(rows):
+            loop.load(rows)
+            ticket = None
+        elif grew:
+            loop.add_blocks()
+        ticket = ticket or loop.launch()
+        is_plain = all(row.is_plain_greedy for row in rows)
+        if is_plain and self._run_ahead and loop.can_run_ahead():
+            self._ahead = loop.launch()
+        output = ModelRunnerOutput(
+            num_forward_tokens=len(rows),
+            num_logit_rows=len(rows),
+            kv_bytes=ticket.kv_bytes,
+            attention_context_tokens=ticket.context_tokens,
+        )
+        if is_plain:
+            results = self._sampler.greedy_results(*ticket.wait())
+        else:
+            results = self._sampler.sample(ticket.logits, [row.sampling for row in rows])
+            loop.tokens_were_sampled()
+        self._book(rows, results, output)
         return output
 
     def _to_device(self, values: IntArray) -> Tensor:
@@ -58,6 +115,14 @@ class ModelRunner:
         output.num_logit_rows += len(indices)
         rows = [batch.rows[i] for i in indices]
         results = self._sampler.sample(logits, [row.sampling for row in rows])
+        self._book(rows, results, output)
+
+    def _book(
+        self,
+        rows: list[BatchRow],
+        results: list[SampledToken | SampleError],
+        output: ModelRunnerOutput,
+    ) -> None:
         for row, result in zip(rows, results, strict=True):
             if isinstance(result, SampledToken):
                 row.append_token(result.token_id)
@@ -94,15 +159,24 @@ class ModelRunner:
             row.prompt_logprobs.extend(prompt_logprobs(logits, targets[begin:end], num_top))
 
 
-def build_backend(loaded: LoadedModel) -> AttentionBackend:
-    """Return the attention backend with its KV pool, sized by the resolved config."""
+def build_runner(loaded: LoadedModel) -> ModelRunner:
+    """Return the runner with its KV pool, sized by the resolved config."""
     config = loaded.config
     assert config.num_blocks is not None and config.block_size is not None
-    return TorchAttention(
-        loaded.model_config,
-        config.num_blocks,
-        config.block_size,
-        loaded.dtype,
-        loaded.device,
-        share=config.attention == "forest",
-    )
+    shape = (loaded.model_config, config.num_blocks, config.block_size)
+    share = config.attention == "forest"
+    if config.attention_backend == "torch":
+        return ModelRunner(loaded, TorchAttention(*shape, loaded.dtype, loaded.device, share=share))
+    from tiny_vllm.attention.triton_backend import TritonAttention
+    from tiny_vllm.worker.decode_loop import DecodeLoop
+
+    backend = TritonAttention(*shape, loaded.dtype, loaded.device, share=share)
+    assert config.max_num_seqs is not None and config.max_model_len is not None
+    max_blocks = -(-config.max_model_len // config.block_size) + 1
+    with torch.inference_mode():
+        loop = DecodeLoop(
+            loaded.decoder, backend, config.max_num_seqs, max_blocks, config.max_model_len,
+            config.use_cuda_graph,
+        )  # fmt: skip
+        loop.capture_all()
+    return ModelRunner(loaded, backend, loop, config.async_scheduling)

@@ -1,0 +1,1 @@
+"""Triton kernels. Each computes what its plain-torch twin in `tiny_vllm.ops` defines."""
