@@ -9,6 +9,7 @@ A plan names rows of a block table and key positions, not blocks, and the last r
 decoding row is open: the row may grow to `ItemPlan.valid_until` without a new plan.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -21,7 +22,8 @@ TILE_ROWS = (16, 64, 128)  # query rows (tokens x heads of a KV head) of the til
 OPEN_END = 2**31 - 1
 MIN_SAVED_TOKENS = 128
 NEVER_SHARE = 1 << 60
-_MIN_SEGMENT, _MAX_SEGMENT = 64, 1 << 14
+MAX_JOINED_ROWS = 64  # so many decodes run their tails with their wide runs, in one launch
+_MIN_SEGMENT, _MAX_SEGMENT = 128, 1 << 14
 _UNCUT = 1 << 30
 
 
@@ -88,23 +90,35 @@ class ItemPlanner:
         self._group, self._kv_heads = group, num_kv_heads
         self._block_size = block_size
         self._num_programs = num_programs
+        self.max_joined_rows = MAX_JOINED_ROWS
         self._threshold = MIN_SAVED_TOKENS if share else NEVER_SHARE
 
     def build(
-        self, batch: AttentionBatch, fits: Callable[[ItemPlan], bool] | None = None
+        self,
+        batch: AttentionBatch,
+        fits: Callable[[ItemPlan], bool] | None = None,
+        skip: IntArray | None = None,
     ) -> ItemPlan:
-        """Plan a step; ranges are made longer until the plan ``fits``."""
+        """Plan a step; ranges are made longer until the plan ``fits``.
+
+        Args:
+            skip: bool [B], chunks that run elsewhere: they get no items.
+        """
+        skip = np.zeros(len(batch.num_computed), bool) if skip is None else skip
         lens = batch.query_lens
         readable = batch.num_computed + (lens == 1)
         forest = build_forest(
-            batch.block_tables, readable // self._block_size, self._block_size, self._threshold
+            batch.block_tables,
+            np.where(skip, 0, readable // self._block_size),
+            self._block_size,
+            self._threshold,
         )
         stretch = 1
-        plan = _Build(self, batch, forest, stretch).plan()
+        plan = _Build(self, batch, forest, stretch, skip).plan()
         while fits is not None and not fits(plan):
             stretch *= 2
             assert stretch < _UNCUT, "even uncut ranges do not fit"
-            plan = _Build(self, batch, forest, stretch).plan()
+            plan = _Build(self, batch, forest, stretch, skip).plan()
         return plan
 
     def segment(self, work: int) -> int:
@@ -114,7 +128,7 @@ class ItemPlanner:
             work: sum of key tokens over tiles.
         """
         wanted = max(1, work * self._kv_heads // self._num_programs)
-        segment = 1 << (wanted - 1).bit_length()
+        segment = 1 << round(math.log2(wanted))
         return max(self._block_size, min(max(segment, _MIN_SEGMENT), _MAX_SEGMENT))
 
     def tile_rows(self, num_tokens: int) -> int:
@@ -127,10 +141,15 @@ class _Build:
     """One plan in the making."""
 
     def __init__(
-        self, planner: ItemPlanner, batch: AttentionBatch, forest: Forest, stretch: int
+        self,
+        planner: ItemPlanner,
+        batch: AttentionBatch,
+        forest: Forest,
+        stretch: int,
+        skip: IntArray,
     ) -> None:
         self._p, self._batch, self._forest = planner, batch, forest
-        self._stretch = stretch
+        self._stretch, self._skip = stretch, skip
         self._lens = batch.query_lens
         self._starts = batch.query_start_loc[:-1]
         self._ends = batch.num_computed + self._lens
@@ -139,9 +158,13 @@ class _Build:
         self._num_parts = np.zeros(num_tokens, np.int64)
         self._q_index: list[IntArray] = [np.arange(num_tokens, dtype=np.int32)]
         self._num_q = num_tokens
-        # All wide runs of a decoding batch use one class: a CUDA graph each has few forms.
+        # A decoding batch uses one class for wide runs: its CUDA graph has few forms, and
+        # wider tiles gain nothing where reading counts (measured).
+        self._decodes = bool((self._lens == 1).all())
         widest = max((len(run.rows) for run in forest.runs), default=0)
-        self._wide = planner.tile_rows(widest) if (self._lens == 1).all() else 0
+        is_wide = planner.tile_rows(widest) > TILE_ROWS[0]
+        joins = self._decodes and is_wide and len(self._lens) <= planner.max_joined_rows
+        self._tail_class = TILE_ROWS[1] if joins else TILE_ROWS[0]
         self._columns = {m: _Columns() for m in TILE_ROWS}
         self._valid_until = np.full(len(self._lens), np.iinfo(np.int64).max)
         self._tokens_read = int((self._ends - self._tail_start).sum())
@@ -190,7 +213,9 @@ class _Build:
 
     def _tile_rows(self, tokens: IntArray) -> int:
         rows = self._p.tile_rows(len(tokens))
-        return rows if rows == TILE_ROWS[0] else max(rows, self._wide)
+        if not self._decodes:
+            return rows
+        return max(self._tail_class, min(rows, TILE_ROWS[1]))
 
     def _add_level(self, runs: list[tuple[int, int, int, IntArray]], segment: int) -> None:
         for row, begin, end, tokens in runs:
@@ -209,7 +234,7 @@ class _Build:
             self._num_q += len(tokens)
 
     def _add_decode_tails(self) -> None:
-        columns = self._columns[TILE_ROWS[0]]
+        columns = self._columns[self._tail_class]
         rows = np.flatnonzero(self._lens == 1)
         work = int((self._ends - self._tail_start)[rows].sum())
         segment = self._p.segment(work) * self._stretch
@@ -226,7 +251,7 @@ class _Build:
             self._valid_until[row] = cuts[-2] + 2 * segment - 1
 
     def _add_chunks(self) -> None:
-        rows = np.flatnonzero(self._lens > 1).tolist()
+        rows = np.flatnonzero((self._lens > 1) & ~self._skip).tolist()
         if not rows:
             return
         tiles = {r: self._p.tile_rows(int(self._lens[r])) for r in rows}

@@ -8,13 +8,14 @@ forest looks like.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tiny_vllm.attention.items import TILE_ROWS, ItemPlan, ItemPlanner
+from tiny_vllm.attention.long_prefill import LongChunk, LongPrefill
 from tiny_vllm.attention.metadata import AttentionBatch, IntArray
 from tiny_vllm.config import ModelConfig
 from tiny_vllm.ops.kernels.attention import TileConfig, forest_attention, merge_parts, tile_config
@@ -49,7 +50,8 @@ class TritonStep:
     """What the layers of one step read, all on the device; `FusedAttend` of that step.
 
     Attributes:
-        items: tile rows -> (int32 [n, 8], int32 [1] count, programs of the grid).
+        items: tile rows -> (int32 [n, 8], int32 [1] count, programs of the grid, how the
+            kernel is compiled).
         has_parts: some token is merged from partial results.
     """
 
@@ -57,11 +59,12 @@ class TritonStep:
     positions: Tensor
     rows: Tensor
     block_table: Tensor
-    items: dict[int, tuple[Tensor, Tensor, int]]
+    items: dict[int, tuple[Tensor, Tensor, int, TileConfig]]
     q_index: Tensor
     part_start: Tensor
     parts: tuple[Tensor, Tensor]
     has_parts: bool
+    long_chunks: list[LongChunk] = field(default_factory=list)
 
     def attend_qkv(
         self,
@@ -81,16 +84,18 @@ class TritonStep:
             q_norm=q_norm, k_norm=k_norm, eps=eps,
         )  # fmt: skip
         out = torch.empty_like(q)
-        for rows, (items, count, programs) in self.items.items():
+        for rows, (items, count, programs, tile) in self.items.items():
             forest_attention(
                 q, keys, values, out, self.parts, items, count, self.q_index,
                 self.positions, self.part_start, self.block_table,
                 scale=backend.scale, block_size=backend.block_size, block_m=rows,
-                num_programs=programs, config=backend.tiles[rows],
+                num_programs=programs, config=tile,
                 window=config.layer_window(layer),
             )  # fmt: skip
         if self.has_parts:
             merge_parts(self.parts, self.part_start, out)
+        for chunk in self.long_chunks:
+            backend.long_prefill.run(chunk, q, keys, values, out)
         return out.view(out.shape[0], -1)
 
 
@@ -120,16 +125,15 @@ class TritonAttention:
         self.keys = torch.zeros(shape, dtype=dtype, device=device).unbind()
         self.values = torch.zeros(shape, dtype=dtype, device=device).unbind()
         sms, capability = _device_facts(device)
-        self.tiles: dict[int, TileConfig] = {
-            rows: tile_config(rows, config.head_dim, dtype, capability) for rows in TILE_ROWS
-        }
-        self.programs = {rows: sms * t.programs_per_sm for rows, t in self.tiles.items()}
+        self._sms, self._capability = sms, capability
+        self.long_prefill = LongPrefill(config, block_size, dtype, device)
         group = config.num_heads // config.num_kv_heads
         self.planner = ItemPlanner(group, config.num_kv_heads, block_size, 2 * sms, share=share)
 
     def plan(self, batch: AttentionBatch) -> tuple[TritonStep, KvBytes]:
         """Plan a step of any kind."""
-        plan = self.planner.build(batch)
+        is_long = self.long_prefill.takes(batch)
+        plan = self.planner.build(batch, skip=is_long)
         row_of_token = np.repeat(np.arange(len(batch.num_computed)), batch.query_lens)
         counts = np.array([len(table) for table in plan.items.values()], np.int32)
         arrays = [batch.positions(), row_of_token, batch.block_tables, plan.q_index]
@@ -137,13 +141,23 @@ class TritonAttention:
         positions, rows, table, q_index, part_start, count, *items = upload(arrays, self.device)
         by_class = {}
         for i, (tile_rows, table_of) in enumerate(plan.items.items()):
-            programs = min(self.programs[tile_rows], len(table_of) * self.config.num_kv_heads)
-            by_class[tile_rows] = (items[i], count[i : i + 1], programs)
+            works = len(table_of) * self.config.num_kv_heads
+            tile, programs = self.tile(tile_rows, works)
+            by_class[tile_rows] = (items[i], count[i : i + 1], min(programs, works), tile)
         step = TritonStep(
             self, positions, rows, table, by_class, q_index, part_start,
             self.new_parts(plan.num_slots), plan.num_slots > 0,
+            self.long_prefill.chunks(batch, is_long),
         )  # fmt: skip
         return step, self.kv_bytes(batch, plan)
+
+    def tile(self, tile_rows: int, num_works: int) -> tuple[TileConfig, int]:
+        """How to compile a tile class, and the programs that fill the GPU with it."""
+        is_busy = num_works > 4 * self._sms
+        tile = tile_config(
+            tile_rows, self.config.head_dim, self._dtype, self._capability, is_busy
+        )
+        return tile, self._sms * tile.programs_per_sm
 
     def new_parts(self, num_slots: int) -> tuple[Tensor, Tensor]:
         """Room for partial results, not initialised."""
@@ -249,14 +263,11 @@ class DecodeBuffers:
     def step(self, num_rows: int, classes: tuple[int, ...], has_parts: bool) -> TritonStep:
         """The step that a graph of ``num_rows`` rows captures."""
         backend = self._backend
-        items = {
-            rows: (
-                self._items[rows],
-                self._counts[TILE_ROWS.index(rows) :][:1],
-                backend.programs[rows],
-            )
-            for rows in classes
-        }
+        items = {}
+        for rows in classes:
+            tile, programs = backend.tile(rows, num_rows * backend.config.num_kv_heads)
+            count = self._counts[TILE_ROWS.index(rows) :][:1]
+            items[rows] = (self._items[rows], count, programs, tile)
         return TritonStep(
             backend, self.positions[:num_rows], self._rows[:num_rows], self._table, items,
             self._q_index, self._part_start, self._parts, has_parts,

@@ -1,7 +1,8 @@
 """The decoder layer in few kernels, for a GPU. `DecoderLayer` is the plain twin.
 
-Matrix products of many rows go to cuBLAS, which adds the residual while it writes; the
-element-wise steps between them are Triton kernels. Owns no weights of its own: gate and
+A few rows run through products that are bound by the weight stream and fused with the
+norms, the gate and the residual; many rows go to cuBLAS, which adds the residual while it
+writes, with Triton kernels for the element-wise steps between. Owns no weights of its own: gate and
 up of a plain layer are neighbours in memory and are read as one matrix.
 """
 
@@ -12,9 +13,12 @@ from torch import Tensor
 
 from tiny_vllm.layers.decoder_layer import DecoderLayer, FusedAttend
 from tiny_vllm.ops.kernels.activation import silu_mul
+from tiny_vllm.ops.kernels.linear import linear_add_, norm_gated, norm_linear, norm_lm_head
 from tiny_vllm.ops.kernels.norm import rms_norm
 from tiny_vllm.ops.linear import Linear
 from tiny_vllm.ops.rotary import RotaryEmbedding
+
+MAX_SKINNY_ROWS = 16  # of the fused products
 
 
 class FusedLayer:
@@ -31,6 +35,9 @@ class FusedLayer:
 
     def __call__(self, hidden: Tensor, rotary: RotaryEmbedding, attend: FusedAttend) -> None:
         """hidden [T, hidden] += attention, then += MLP."""
+        if hidden.shape[0] <= MAX_SKINNY_ROWS and self._gate_up.bias is None:
+            self._run_skinny(hidden, rotary, attend)
+            return
         qkv = self._qkv(rms_norm(hidden, self._input_norm, self._eps))
         context = attend.attend_qkv(self._index, qkv, rotary, self._norms)
         _add_product(hidden, context, self._out)
@@ -38,12 +45,32 @@ class FusedLayer:
         _add_product(hidden, silu_mul(gate_up), self._down)
 
 
-class FusedDecoder:
-    """All layers of a decoder."""
+    def _run_skinny(self, hidden: Tensor, rotary: RotaryEmbedding, attend: FusedAttend) -> None:
+        eps, qkv, out, down = self._eps, self._qkv, self._out, self._down
+        projected = norm_linear(hidden, self._input_norm, eps, qkv.weight, qkv.bias)
+        context = attend.attend_qkv(self._index, projected, rotary, self._norms)
+        linear_add_(hidden, context, out.weight, out.bias)
+        gated = norm_gated(hidden, self._post_norm, eps, self._gate_up.weight)
+        linear_add_(hidden, gated, down.weight, down.bias)
 
-    def __init__(self, layers: Sequence[DecoderLayer], final_norm: Tensor, head: Tensor) -> None:
+
+class FusedDecoder:
+    """All layers of a decoder and its output projection."""
+
+    def __init__(
+        self, layers: Sequence[DecoderLayer], final_norm: Tensor, head: Tensor, eps: float
+    ) -> None:
         self.layers = [FusedLayer(layer) for layer in layers]
-        self._final_norm, self._head = final_norm, head
+        self._final_norm, self._head, self._eps = final_norm, head, eps
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Final norm and output projection, never rounded: [N, hidden] -> float32 [N, vocab]."""
+        if hidden.shape[0] <= MAX_SKINNY_ROWS:
+            return norm_lm_head(hidden, self._final_norm, self._eps, self._head)
+        hidden = rms_norm(hidden, self._final_norm, self._eps)
+        if hidden.is_cuda and hidden.dtype is not torch.float32:
+            return torch.mm(hidden, self._head.t(), out_dtype=torch.float32)
+        return (hidden @ self._head.t()).float()
 
 
 def _add_product(hidden: Tensor, x: Tensor, linear: Linear) -> None:

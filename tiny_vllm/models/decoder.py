@@ -46,7 +46,9 @@ class Decoder:
         if fused:
             from tiny_vllm.layers.fused_layer import FusedDecoder  # needs triton
 
-            self._fused = FusedDecoder(self._layers, self._final_norm, self._head.weight)
+            self._fused = FusedDecoder(
+                self._layers, self._final_norm, self._head.weight, config.rms_norm_eps
+            )
 
     def _build_layer(self, weights: DecoderWeights, index: int) -> DecoderLayer:
         prefix = f"model.layers.{index}"
@@ -108,5 +110,7 @@ class Decoder:
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Final norm and output projection: [N, hidden] -> float32 [N, vocab]."""
+        if self._fused is not None:
+            return self._fused.logits(hidden)
         hidden = rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)
         return self._head(hidden).float()

@@ -16,11 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tiny_vllm.attention.items import TILE_ROWS
+from tiny_vllm.attention.items import MAX_JOINED_ROWS, TILE_ROWS
 from tiny_vllm.attention.metadata import AttentionBatch, IntArray
 from tiny_vllm.attention.triton_backend import DecodeBuffers, TritonAttention
 from tiny_vllm.logger import get_logger
 from tiny_vllm.models.decoder import Decoder
+from tiny_vllm.ops.kernels.sample import Advance, greedy
 from tiny_vllm.protocol import KvBytes
 from tiny_vllm.worker.input_batch import BatchRow
 
@@ -96,12 +97,12 @@ class DecodeLoop:
         before = torch.cuda.memory_reserved(self._device)
         start = time.perf_counter()
         group = self._backend.config.num_heads // self._backend.config.num_kv_heads
+        small, wide = TILE_ROWS[:2]
         for bucket in reversed(self._buckets):  # largest first: smaller ones reuse its memory
-            for large in (None, *TILE_ROWS[1:]):
-                if large is None:
-                    self._graph((bucket, TILE_ROWS[:1], True))
-                elif bucket * group > TILE_ROWS[TILE_ROWS.index(large) - 1]:
-                    self._graph((bucket, (TILE_ROWS[0], large), True))
+            self._graph((bucket, (small,), True))
+            if bucket * group > small:
+                joined = (wide,) if bucket <= MAX_JOINED_ROWS else (small, wide)
+                self._graph((bucket, joined, True))
         self._graph((1, TILE_ROWS[:1], False))
         torch.cuda.synchronize(self._device)
         self.graph_memory_bytes = torch.cuda.memory_reserved(self._device) - before
@@ -244,9 +245,6 @@ class DecodeLoop:
         token_ids, positions = self._token_ids[:num_rows], step.positions
         hidden = self._decoder.forward_fused(token_ids, positions, step)
         logits = self._decoder.logits(hidden)
-        peaks, ids = logits.max(-1)
-        self._out_ids[:num_rows].copy_(ids)
-        self._out_peaks[:num_rows].copy_(peaks)
-        token_ids.copy_(ids)
-        positions.add_((positions >= 0).to(positions.dtype))
+        state = Advance(positions, token_ids)
+        greedy(logits, self._out_ids[:num_rows], self._out_peaks[:num_rows], advance=state)
         return logits

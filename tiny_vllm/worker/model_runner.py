@@ -178,5 +178,7 @@ def build_runner(loaded: LoadedModel) -> ModelRunner:
             loaded.decoder, backend, config.max_num_seqs, max_blocks, config.max_model_len,
             config.use_cuda_graph,
         )  # fmt: skip
+        assert config.max_num_batched_tokens is not None
+        backend.long_prefill.warm_up(config.max_num_batched_tokens)
         loop.capture_all()
     return ModelRunner(loaded, backend, loop, config.async_scheduling)

@@ -180,12 +180,16 @@ class TileConfig:
     programs_per_sm: int
 
 
-def tile_config(block_m: int, head_dim: int, dtype: torch.dtype, capability: int) -> TileConfig:
+def tile_config(
+    block_m: int, head_dim: int, dtype: torch.dtype, capability: int, is_busy: bool = True
+) -> TileConfig:
     """Measured choices for head_dim 64 in 16 bits on sm_90; smaller tiles where those spill.
 
     Args:
         block_m: query rows of the class, 16, 64 or 128.
         capability: 10 x major + minor of the GPU; 0 under the interpreter.
+        is_busy: many more items than programs: bandwidth counts. Else the latency of one
+            item counts, and deep prefetch in few programs is faster.
     """
     if dtype is torch.float32:
         return TileConfig(16 if head_dim > 128 else 32, 4 if block_m < 128 else 8, 2, 1)
@@ -196,10 +200,12 @@ def tile_config(block_m: int, head_dim: int, dtype: torch.dtype, capability: int
         stages = 3 if large else 2
         return TileConfig(64 if large else 32, 4 if block_m < 128 else 8, stages, 2)
     if block_m == 16:
-        return TileConfig(64, 4, 5 if large else 3, 4)
+        if is_busy:
+            return TileConfig(64, 4, 3, 6) if large else TileConfig(64, 4, 2, 4)
+        return TileConfig(64, 4, 5 if large else 3, 2)
     if block_m == 64:
         return TileConfig(64, 4, 5 if large else 3, 3)
-    return TileConfig(64, 8, 4 if large else 2, 2)
+    return TileConfig(64, 4, 3, 2) if large else TileConfig(64, 8, 2, 1)
 
 
 def forest_attention(

@@ -183,13 +183,13 @@ def gemv_kernel(  # type: ignore[no-untyped-def]
     squares = tl.zeros((LANES, ROWS, 1), tl.float32)
     present = row < rows
     if STAGES == 1:
-        inside = EVEN or k < IN
+        inside = EVEN | (k < IN)
         w = tl.load(weight_at, mask=inside, other=0, eviction_policy="evict_first")
         if PDL:  # the weight does not depend on the kernel before
             gdc_wait()
             gdc_launch_dependents()
         for at in tl.range(BLOCK_K, SPAN, BLOCK_K, num_stages=1):
-            next_inside = EVEN or at + k < IN
+            next_inside = EVEN | (at + k < IN)
             ahead = tl.load(
                 weight_at + at, mask=next_inside, other=0, eviction_policy="evict_first"
             )
@@ -205,7 +205,7 @@ def gemv_kernel(  # type: ignore[no-untyped-def]
             gdc_wait()
             gdc_launch_dependents()
         for at in tl.range(0, SPAN, BLOCK_K, num_stages=STAGES):
-            inside = EVEN or at + k < IN
+            inside = EVEN | (at + k < IN)
             w = tl.load(weight_at + at, mask=inside, other=0, eviction_policy="evict_first")
             acc, squares = _gemv_step(
                 acc, squares, x_at + at, norm_at + at, w, present, inside, KIND, HAS_NORM
@@ -271,7 +271,7 @@ def dot_kernel(  # type: ignore[no-untyped-def]
         gdc_wait()
         gdc_launch_dependents()
     for at in tl.range(0, SPAN, BLOCK_K, num_stages=STAGES):
-        inside = EVEN or at + k < IN
+        inside = EVEN | (at + k < IN)
         w = tl.load(weight_at + at, mask=inside, other=0.0)
         x = tl.load(x_at + at, mask=(row < rows) & inside, other=0.0)
         if HAS_NORM:
