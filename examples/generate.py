@@ -10,12 +10,11 @@ PROMPTS = [
 
 
 def main() -> None:
-    llm = LLM(model="smollm2-135m", max_model_len=512)
     params = SamplingParams(temperature=0, max_tokens=24)
-    for output in llm.generate(PROMPTS, params):
-        completion = output.outputs[0]
-        print(f"{output.prompt!r} -> {completion.text!r} ({completion.finish_reason})")
-    llm.shutdown()
+    with LLM(model="smollm2-135m", max_model_len=512) as llm:
+        for output in llm.generate(PROMPTS, params):
+            completion = output.outputs[0]
+            print(f"{output.prompt!r} -> {completion.text!r} ({completion.finish_reason})")
 
 
 if __name__ == "__main__":

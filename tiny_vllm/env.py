@@ -1,13 +1,15 @@
 """The environment switches of the reference, read in one place and typed.
 
 `Switches` holds what was set; None means unset. A value that cannot be parsed is a
-ConfigError. Flags override switches; which of them has no effect on a device is
-reported by `ineffective`.
+ConfigError. Flags override switches; which settings, from either, do nothing good on a
+machine is said by `setting_notes`.
 """
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tiny_vllm.errors import ConfigError
 
@@ -92,9 +94,49 @@ class Switches:
         }
         return {key: value for key, value in pairs.items() if value is not None}
 
-    def ineffective(self, device: str) -> list[str]:
-        """Sentences about switches that change nothing on this device."""
-        if not self.use_cuda_graph:
-            return []
-        why = "not implemented yet" if device.startswith("cuda") else "CUDA graphs need a GPU"
-        return [f"USE_CUDA_GRAPH=1 has no effect on {device}: {why}"]
+
+# settings that only a GPU has a use for, as the caller wrote them
+GPU_SETTINGS = {
+    "use_cuda_graph": "USE_CUDA_GRAPH=1 (or --use-cuda-graph)",
+    "async_scheduling": "--async-scheduling",
+    "gpu_memory_utilization": "--gpu-memory-utilization",
+}
+
+
+def setting_notes(asked: Mapping[str, Any], device: str, used: Mapping[str, Any]) -> list[str]:
+    """Sentences about settings that change nothing here, or make things worse.
+
+    Args:
+        asked: EngineConfig keys from switches and flags.
+        used: the engine's own settings, with automatic ones made concrete.
+    """
+    notes = []
+    for key, name in GPU_SETTINGS.items():
+        if not asked.get(key):
+            continue
+        if not device.startswith("cuda"):
+            notes.append(f"{name} has no effect on {device}: it needs a GPU")
+        elif used.get(key) is False:
+            notes.append(f"{name} has no effect on {device}: it needs the Triton backend")
+    threads, cores = asked.get("num_threads"), len(usable_cpus())
+    if threads is not None and threads > cores:
+        notes.append(
+            f"--num-threads {threads} is above the {cores} core(s) this process may use: threads "
+            "that wait for each other are slow"
+        )
+    return notes
+
+
+def usable_cpus() -> frozenset[int]:
+    """Numbers of the processors this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return frozenset(affinity(0)) if affinity else frozenset(range(os.cpu_count() or 1))
+
+
+def missing_package(error: ModuleNotFoundError) -> str:
+    """One line about a package that is not installed, and the way out."""
+    return (
+        f"the package {(error.name or str(error)).split('.')[0]} is not installed for "
+        f"{sys.executable}: run `make setup` and use .venv/bin/python, or install it with "
+        "`python -m pip install -e .` in the folder of the source"
+    )

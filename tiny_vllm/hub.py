@@ -163,9 +163,9 @@ def resolve_model(
 
 def _unknown_alias(model: str) -> str:
     near = difflib.get_close_matches(model.lower(), list(ALIASES), 1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = f"did you mean {near[0]!r}? Give" if near else "give"
     return (
-        f"unknown model {model!r}: {hint}Give a folder, a .gguf file, a Hugging Face id "
+        f"unknown model {model!r}: {hint} a folder, a .gguf file, a Hugging Face id "
         f"(org/name) or one of {', '.join(ALIASES)}"
     )
 

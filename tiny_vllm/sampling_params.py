@@ -3,6 +3,8 @@
 Owns names, defaults and bounds (they follow vLLM). Knows nothing of tensors.
 """
 
+import difflib
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -43,6 +45,24 @@ def _items(name: str, value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def _named_errors(cls: type) -> Any:
+    """Let an unknown keyword raise InvalidRequestError with the nearest name."""
+    generated, known = cls.__init__, [f.name for f in fields(cls)]  # type: ignore[misc]
+
+    @functools.wraps(generated)
+    def init(self: Any, **values: Any) -> None:
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, 1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+                raise InvalidRequestError(f"unknown {cls.__name__} key {key!r}; {hint}", key)
+        generated(self, **values)
+
+    cls.__init__ = init  # type: ignore[misc]
+    return cls
+
+
+@_named_errors
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """Sampling parameters of one request.

@@ -22,6 +22,19 @@ def test_generate_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert (first["generated_tokens"], first["outputs"][0]["finish_reason"]) == (4, "length")
 
 
+def test_a_prompt_too_long_does_not_stop_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = ["The capital of France is", "word " * 600, "Two and two make"]
+    assert (
+        main(["generate", *prompts, "--json", "--max-tokens", "2", "--logprobs", "1", *SMALL]) == 1
+    )
+    out, err = capsys.readouterr()
+    first, second, third = (json.loads(line) for line in out.splitlines())
+    assert first["outputs"][0]["logprobs"][0][0]["token"] == " Paris"
+    assert "--max-model-len=512" in second["error"]
+    assert "error: prompt 2 of 3: the prompt has 601 tokens" in err
+    assert third["generated_tokens"] == 2
+
+
 def test_streamed_text_is_the_batch_text(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["generate", "Once upon a time", "--max-tokens", "12", *SMALL]
     assert main(argv) == 0

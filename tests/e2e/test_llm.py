@@ -8,6 +8,7 @@ import pytest
 
 from tiny_vllm import LLM, SamplingParams
 from tiny_vllm.errors import ConfigError, EngineDeadError, InvalidRequestError, ModelLoadError
+from tiny_vllm.hub import resolve_model
 from tiny_vllm.outputs import FinishReason
 
 pytestmark = pytest.mark.real_model
@@ -50,6 +51,27 @@ def test_token_prompt_equals_text_prompt(llm):
     ids = llm.tokenizer.encode(FRANCE)
     by_ids, by_text = llm.generate([ids, FRANCE], GREEDY)
     assert by_ids.outputs[0].token_ids == by_text.outputs[0].token_ids
+
+
+def test_vllms_prompt_dictionaries(llm):
+    ids = llm.get_tokenizer().encode(FRANCE)
+    forms = [{"prompt": FRANCE}, {"prompt_token_ids": ids}, FRANCE]
+    forms.append({"prompt": FRANCE, "prompt_token_ids": ids})
+    outputs = llm.generate(forms, GREEDY)
+    assert [o.prompt for o in outputs] == [FRANCE, None, FRANCE, FRANCE]
+    assert len({tuple(o.outputs[0].token_ids) for o in outputs}) == 1
+    (alone,) = llm.generate({"prompt_token_ids": ids}, GREEDY)
+    assert alone.outputs[0].token_ids == outputs[0].outputs[0].token_ids
+
+
+def test_a_path_and_the_end_of_a_block():
+    """model=Path(...) used to be refused; `with LLM(...)` did not exist."""
+    path = resolve_model("smollm2-135m").location
+    with LLM(path, tokenizer=path, max_model_len=64) as llm:
+        assert llm.get_tokenizer() is llm.tokenizer
+        assert llm.generate(FRANCE, GREEDY.replace(max_tokens=1))[0].finished
+    with pytest.raises(EngineDeadError):
+        llm.generate(FRANCE, GREEDY)
 
 
 def test_outputs_keep_the_callers_order(llm):
@@ -215,6 +237,11 @@ def test_a_refused_prompt_disturbs_nothing(llm):
         ([], "prompts must|empty|no tokens"),
         (b"abc", "a prompt is text"),
         ({"a": 1}, r"messages\[0\]|prompt"),
+        ({"prompt": "a", "multi_modal_data": 1}, "got 'multi_modal_data'"),
+        ({"prompt": 5}, "prompt must be text, got 5"),
+        ({"prompt": None}, "a prompt is text"),
+        ({"prompt_token_ids": "ab"}, "prompt_token_ids must be a list of token ids"),
+        ({"prompt_token_ids": []}, "the prompt is empty"),
         ([{"role": "user"}], "content"),
     ],
 )

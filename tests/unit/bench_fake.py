@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from tiny_vllm.config import EngineConfig
-from tiny_vllm.errors import ConfigError
+from tiny_vllm.errors import ConfigError, InvalidRequestError
 from tiny_vllm.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
 from tiny_vllm.protocol import EngineInfo, KvBytes, StepRecord, TokenLedger
 from tiny_vllm.sampling_params import SamplingParams
@@ -139,6 +139,17 @@ class FlippedEngine(FakeEngine):
     """Differs from `FakeEngine` in the third token of every output."""
 
     flip_at = 2
+
+
+class PickyEngine(FakeEngine):
+    """Takes nothing but the warm-up."""
+
+    def add_request(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams
+    ) -> None:
+        if self.resets:
+            raise InvalidRequestError(f"request {request_id} is not to my taste")
+        super().add_request(request_id, prompt_token_ids, params)
 
 
 class RefusingEngine(FakeEngine):

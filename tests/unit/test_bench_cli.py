@@ -86,6 +86,22 @@ def test_switches_are_defaults_and_flags_win(
     assert options.switches.max_new_tokens_generated == 0
 
 
+def test_two_names_of_the_thread_count_are_one_flag(captured: Captured) -> None:
+    """--threads silently won over --num-threads; now the last one given does, as for any flag."""
+    main(["bench", "--threads", "3", "--num-threads", "2"])
+    assert captured[0].engine == {"num_threads": 2}
+
+
+def test_results_are_kept_before_anything_is_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "summary.json").write_text("{}")
+    options = ["--model", "llama-3.2-1b", "--load-format", "dummy", "--workload", "single"]
+    assert main(["bench", *options, "--out", str(tmp_path)]) == 2
+    assert "--force" in capsys.readouterr().err
+    assert (tmp_path / "summary.json").read_text() == "{}"
+
+
 def test_a_failed_variant_is_the_exit_status(
     captured: Captured, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -98,6 +114,12 @@ def test_a_failed_variant_is_the_exit_status(
     [
         (["--workload", "shaerd-4x1k"], "unknown workload 'shaerd-4x1k'"),
         (["--workload", "sinlge"], "did you mean 'single'"),
+        (["--workload", "traces/gone.jsonl"], "workload 'traces/gone.jsonl': no such trace file"),
+        (["--workload", "gone.jsonl"], "workload 'gone.jsonl': no such trace file"),
+        (["--workload", "/"], "workload '/': is a folder"),
+        (["--variants", "x=reasons:3"], "variant 'x': unknown EngineConfig key 'reasons'"),
+        (["--workload", "prefill-1x8k", "--max-model-len", "9"], "no request of prefill-1x8k can"),
+        (["--model", "zzz"], "unknown model 'zzz': give a folder"),
         (["--variants", "extendd"], "unknown variant 'extendd'; did you mean 'extended'"),
         (["--variants", "x=blok_size:3"], "variant 'x': unknown EngineConfig key 'blok_size'"),
         (["--model", "smolm2-135m"], "unknown model 'smolm2-135m'"),
@@ -126,7 +148,10 @@ def test_a_bad_trace_line_names_file_line_and_field(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     trace = tmp_path / "t.jsonl"
-    trace.write_text('{"prompt_token_ids": [1], "max_tokens": 1}\n{"prompt_token_ids": [999999]}\n')
+    trace.write_text(
+        '{"prompt_token_ids": [1], "max_tokens": 1}\n'
+        '{"prompt_token_ids": [999999], "max_tokens": 1}\n'
+    )
     options = ["--model", "llama-3.2-1b", "--load-format", "dummy", "--workload", str(trace)]
     assert main(["bench", *options]) == 2
     assert f"{trace}, line 2: field 'prompt_token_ids' holds the id 999999" in (

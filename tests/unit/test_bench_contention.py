@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from tiny_vllm.bench import contention
-from tiny_vllm.bench.contention import CpuMeter, busy_ticks, is_contended, usable_cpus
+from tiny_vllm.bench.contention import CpuMeter, busy_ticks, is_contended
+from tiny_vllm.env import usable_cpus
 
 STAT = """cpu  100 20 30 4000 50 1 2 3 0 0
 cpu0 60 10 10 2000 25 1 1 2 0 0

@@ -4,6 +4,9 @@
 """
 
 import json
+import os
+import signal
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
@@ -73,7 +76,8 @@ def no_encoder() -> Any:
 
 
 def bench(tmp_path: Path, names: str = "origin,extended", **options: Any) -> BenchResult:
-    settings = {"workload": "shared-4x1k", "scale": 0.03125, "quiet": True, "out": tmp_path / "run"}
+    settings = {"workload": "shared-4x1k", "scale": 0.03125, "quiet": True, "force": True}
+    settings["out"] = tmp_path / "run"
     made = BenchOptions(**{**settings, "variants": parse_variants([names]), **options})
     return run_bench(made, SHAPE, no_encoder)
 
@@ -157,6 +161,7 @@ def test_manifest_says_where_the_run_came_from(tmp_path: Path) -> None:
     assert manifest["seed"] == 7
     assert len(manifest["trace_sha256"]) == 64
     assert {"git_sha", "git_dirty", "command", "versions", "created"} <= set(manifest)
+    assert manifest["command"] == sys.orig_argv  # not the name of a module and half the words
     assert manifest["runs"][0]["info"]["reasons"]["device"] == "a test"
     assert manifest["runs"][0]["environment"]["device_name"]
 
@@ -179,8 +184,23 @@ def test_a_divergence_is_located_and_never_hidden(tmp_path: Path) -> None:
         "equal": False,
         "first_divergence": {"request": "0", "position": 2},
         "equal_requests": 0,
+        "compared_requests": 4,
         "requests": 4,
     }
+
+
+def test_a_divergence_in_16_bits_is_explained(tmp_path: Path) -> None:
+    """It used to read like a fault of the engine."""
+    variants.FACTORIES["extended"] = "bench_fake:FlippedEngine"
+    summary = bench(tmp_path).summary
+    first = "0 of 4 requests equal; first divergence in request 0 at token 2"
+    assert f"outputs extended/origin: {first}\n" in printed(summary)  # float32: no excuse
+    for variant in summary["variants"]:
+        variant["dtype"] = "bfloat16"
+    assert (
+        f"{first} (bfloat16: other batch shapes round differently; "
+        "--dtype float32 compares exactly)"
+    ) in printed(summary)
 
 
 def test_a_failed_variant_does_not_stop_the_others(tmp_path: Path, order: list[str]) -> None:
@@ -225,6 +245,23 @@ def test_ctrl_c_leaves_a_valid_folder_marked_interrupted(
     assert summarize(load_run(tmp_path / "run")) == result.summary
 
 
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP"])
+def test_a_signal_to_end_is_like_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """SIGTERM used to leave the manifest at `running`."""
+    number = getattr(signal, name)
+
+    def ended(*args: Any, **kwargs: Any) -> Any:
+        os.kill(os.getpid(), number)
+        raise AssertionError("the signal came to nothing")
+
+    monkeypatch.setattr(session, "run_child", ended)
+    assert bench(tmp_path).exit_code == 130
+    assert json.loads((tmp_path / "run/manifest.json").read_text())["status"] == "interrupted"
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
 def test_requests_that_cannot_fit_are_counted_not_lost(tmp_path: Path) -> None:
     """Case 13 for the benchmark: the model takes 512 tokens, two of three requests fit."""
     trace = tmp_path / "t.jsonl"
@@ -235,15 +272,53 @@ def test_requests_that_cannot_fit_are_counted_not_lost(tmp_path: Path) -> None:
         assert (variant["requests"], variant["failed"]) == (3, 1)
         assert (variant["prompt_tokens"], variant["generated_tokens"]) == (50, 8)
     assert result.exit_code == 0
-    assert "1 of 3 requests failed" in " ".join(result.summary["warnings"])
+    (warning, _) = result.summary["warnings"]
+    assert warning.startswith(
+        "origin: 1 of 3 requests failed; 1 times: 600 prompt tokens and 4 new ones are 604, "
+        "max_model_len=512 holds no more"
+    )
     assert load_run(tmp_path / "run").requests[("origin", 0)][1].error
+    match = result.summary["outputs_match"]["extended/origin"]
+    assert (match["equal"], match["compared_requests"], match["requests"]) == (True, 2, 3)
+    text = printed(result.summary)
+    assert "outputs extended/origin: equal, token for token (2 of 3 finished requests)" in text
+    assert "speedup extended/origin: N/A (the variants did not do the same work)" in text
+
+
+@pytest.mark.parametrize("variable", ["MAX_SEQ_LEN", "MAX_PROMPT_LEN", "the model"])
+def test_a_trace_of_which_nothing_fits_is_refused_before_loading(
+    tmp_path: Path, order: list[str], variable: str
+) -> None:
+    """It used to load both engines, print a table of zeros and say "outputs equal"."""
+    options = {
+        "MAX_SEQ_LEN": {"engine": {"max_model_len": 20}},
+        "MAX_PROMPT_LEN": {"switches": Switches(max_prompt_len=20)},
+        "the model": {"workload": "prefill-1x8k", "scale": 1.0},
+    }[variable]
+    with pytest.raises(ConfigError, match="no request of .* can run: ") as error:
+        bench(tmp_path, **options)
+    assert "=20 " in str(error.value) or "max_model_len=512" in str(error.value)
+    assert order == []
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_without_any_good_request_fails(tmp_path: Path) -> None:
-    result = bench(tmp_path, workload="prefill-1x8k", scale=1.0)
+    """Nothing finished, so nothing is equal and nothing has a time or a roofline."""
+    variants.FACTORIES["origin"] = variants.FACTORIES["extended"] = "bench_fake:PickyEngine"
+    result = bench(tmp_path)
     assert result.exit_code == 1
-    assert result.summary["variants"][0]["failed"] == 1
-    assert result.summary["variants"][0]["tpot_e2e_ms"] is None
+    match = result.summary["outputs_match"]["extended/origin"]
+    assert (match["equal"], match["compared_requests"]) == (None, 0)
+    for variant in result.summary["variants"]:
+        assert variant["failed"] == 4
+        assert variant["roofline"]["share"] is variant["roofline"]["impossible"] is None
+        numbers = ("wall_s", "prefill_s", "throughput_tok_s", "tpot_e2e_ms", "outputs_sha256")
+        assert [variant[name] for name in numbers] == [None] * 5
+        assert variant["errors"] == [{"error": "request 0 is not to my taste", "requests": 4}]
+    text = printed(result.summary)
+    assert "outputs extended/origin: nothing to compare (0 of 4 finished)" in text
+    assert "origin: 4 of 4 requests failed; 4 times: request 0 is not to my taste" in text
+    assert "equal" not in text
 
 
 def test_a_random_workload_with_hits_is_flagged(
@@ -322,14 +397,18 @@ def test_settings_given_by_the_user_win(tmp_path: Path) -> None:
 def test_switches_without_effect_are_reported_once(tmp_path: Path) -> None:
     switches = Switches(use_cuda_graph=True, use_prefix_cache=True)
     notes = bench(tmp_path, switches=switches, repeats=2).summary["notes"]
-    assert len([n for n in notes if n.startswith("USE_CUDA_GRAPH=1 has no effect on cpu")]) == 1
+    assert not [n for n in notes if "USE_CUDA_GRAPH" in n]  # a flag may have overridden it
     assert len([n for n in notes if "USE_PREFIX_CACHE=1 has no effect on the baseline" in n]) == 1
+    engine = {"use_cuda_graph": True, "num_threads": 999}
+    notes = bench(tmp_path, engine=engine, repeats=2).summary["notes"]
+    assert len([n for n in notes if "(or --use-cuda-graph) has no effect on cpu" in n]) == 1
+    assert len([n for n in notes if n.startswith("--num-threads 999 is above")]) == 1
     notes = bench(tmp_path, "extended,no-cuda-graph").summary["notes"]
     assert any("variant 'no-cuda-graph' has no effect on cpu" in n for n in notes)
 
 
 def test_a_context_above_the_models_is_lowered_and_said_so(tmp_path: Path) -> None:
-    summary = bench(tmp_path, workload="seed", scale=1.0, switches=Switches(max_seq_len=600),
+    summary = bench(tmp_path, workload="single", scale=0.25, switches=Switches(max_seq_len=600),
                     engine={"max_model_len": 600}).summary  # fmt: skip
     assert "MAX_SEQ_LEN=600 is above the model's limit; 512 is used" in summary["notes"]
     assert summary["variants"][0]["config"]["max_model_len"] == 512
@@ -347,6 +426,27 @@ def test_a_folder_that_cannot_be_written_is_bad_input(tmp_path: Path) -> None:
     blocker.write_text("in the way")
     with pytest.raises(ConfigError, match="cannot be written"):
         bench(tmp_path, out=blocker / "run")
+
+
+def test_results_are_not_overwritten_unless_asked(tmp_path: Path, order: list[str]) -> None:
+    bench(tmp_path)
+    before, runs = (tmp_path / "run/summary.json").read_text(), len(order)
+    with pytest.raises(ConfigError, match="holds the results of an earlier run; .*--force"):
+        bench(tmp_path, force=False, seed=5)
+    assert (tmp_path / "run/summary.json").read_text() == before
+    assert len(order) == runs
+    bench(tmp_path, force=True, seed=5)
+    (tmp_path / "run/summary.json").unlink()  # a run that never ended may be done again
+    bench(tmp_path, force=False)
+
+
+def test_two_runs_of_one_second_have_two_folders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for number in range(1, 4):
+        session._default_folder("demo").mkdir(parents=True)
+        assert len(list(tmp_path.glob("runs/*"))) == number
 
 
 def test_a_manifest_nested_too_deep_is_damaged(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from math import inf
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -16,8 +17,9 @@ import pytest
 import tiny_vllm
 from tiny_vllm.cli import main as cli
 from tiny_vllm.cli.environment import collect
-from tiny_vllm.cli.options import engine_settings, sampling_params
-from tiny_vllm.env import Switches
+from tiny_vllm.cli.generate import COMPLETION_HELP, JSON_HELP
+from tiny_vllm.cli.options import engine_settings, in_cli_words, sampling_params
+from tiny_vllm.env import Switches, usable_cpus
 from tiny_vllm.errors import (
     ConfigError,
     EngineDeadError,
@@ -27,7 +29,13 @@ from tiny_vllm.errors import (
     TinyVllmError,
     TraceError,
 )
-from tiny_vllm.outputs import CompletionOutput, FinishReason, RequestMetrics, RequestOutput
+from tiny_vllm.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
 from tiny_vllm.sampling_params import SamplingParams
 
 
@@ -37,11 +45,13 @@ class FakeLLM:
     made: ClassVar[list["FakeLLM"]] = []
     interrupt_after: ClassVar[int | None] = None
     error: ClassVar[str | None] = None
+    finish_reason: ClassVar[FinishReason] = FinishReason.STOP
 
     def __init__(self, **config: Any) -> None:
         self.config = config
-        self.engine = SimpleNamespace(info=SimpleNamespace(device="cpu"))
+        self.engine = SimpleNamespace(info=SimpleNamespace(device="cpu", config={}))
         self.asked: list[tuple[Any, SamplingParams]] = []
+        self.events: list[str] = []
         self.closed_streams = 0
         self.is_shut_down = False
         FakeLLM.made.append(self)
@@ -50,33 +60,44 @@ class FakeLLM:
         text = prompt if isinstance(prompt, str) else " ".join(m["content"] for m in prompt)
         return text, list(range(len(text.split())))
 
-    def _output(self, prompt: Any, words: list[str], n: int, finished: bool) -> RequestOutput:
+    def _output(
+        self, prompt: Any, words: list[str], params: SamplingParams, finished: bool
+    ) -> RequestOutput:
         text, ids = self.encode(prompt)
-        outputs = [CompletionOutput(i, " ".join(words), list(range(len(words)))) for i in range(n)]
-        if finished:
-            for completion in outputs:
-                completion.finish_reason = FinishReason.STOP
+        outputs = [
+            CompletionOutput(i, " ".join(words), list(range(len(words)))) for i in range(params.n)
+        ]
+        for completion in outputs if finished else []:
+            completion.finish_reason = self.finish_reason
+            if params.logprobs is not None:
+                best = [{i: Logprob(-0.5, 1, "w"), 99: Logprob(-inf, 2)} for i in range(len(words))]
+                completion.logprobs, completion.cumulative_logprob = best, -0.5 * len(words)
         metrics = RequestMetrics(10.0, first_token_time=10.5, finished_time=12.0)
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = [None, *({i: Logprob(-1.5, 3)} for i in ids[1:])]
         return RequestOutput(
-            "0", text, ids, outputs, finished, len(ids) - 1, metrics=metrics, error=self.error
-        )
+            "0", text, ids, outputs, finished, len(ids) - 1, prompt_logprobs, metrics,
+            error=self.error,
+        )  # fmt: skip
 
     def stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
+        if prompt == "refuse me":
+            raise InvalidRequestError("max_model_len=3 holds no more; raise max_model_len")
         self.asked.append((prompt, params))
+        self.events.append("queued")
+        return self._stream(prompt, params)
+
+    def _stream(self, prompt: Any, params: SamplingParams) -> Iterator[RequestOutput]:
         words = (prompt if isinstance(prompt, str) else prompt[-1]["content"]).split()
+        self.events.append("read")
         try:
             for count in range(1, len(words) + 1):
                 if self.interrupt_after == count - 1:
                     raise KeyboardInterrupt
-                yield self._output(prompt, words[:count], 1, count == len(words))
+                yield self._output(prompt, words[:count], params, count == len(words))
         finally:
             self.closed_streams += 1
-
-    def generate(
-        self, prompts: list[Any], params: SamplingParams, use_progress: bool
-    ) -> list[RequestOutput]:
-        self.asked.append((prompts, params))
-        return [self._output(p, self.encode(p)[0].split(), params.n, True) for p in prompts]
 
     def shutdown(self) -> None:
         self.is_shut_down = True
@@ -88,6 +109,7 @@ def _fake_llm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeLLM, "made", [])
     monkeypatch.setattr(FakeLLM, "interrupt_after", None)
     monkeypatch.setattr(FakeLLM, "error", None)
+    monkeypatch.setattr(FakeLLM, "finish_reason", FinishReason.STOP)
 
 
 def type_in(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -128,8 +150,12 @@ def test_module_and_version() -> None:
 
 
 def test_unknown_command_and_flag_are_usage_errors(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["generat", "x"]) == 2
-    assert "generat" in capsys.readouterr().err
+    for typed in ("generat", "gen", "genrate"):
+        assert cli.main([typed, "x"]) == 2
+        error = capsys.readouterr().err
+        assert error == f"error: unknown command {typed!r}; did you mean 'generate'?\n"
+    assert cli.main(["zzz"]) == 2
+    assert "there are bench, generate" in capsys.readouterr().err
     assert cli.main(["env", "--nope"]) == 2
     assert "--nope" in capsys.readouterr().err
 
@@ -140,6 +166,29 @@ def test_origin_is_bench_with_one_variant(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "argv", ["tiny-vllm-origin", "--seed", "3"])
     assert cli.origin_main() == 0
     assert called == [["bench", "--variants", "origin", "--seed", "3"]]
+
+
+@pytest.mark.parametrize("argv", [["-v", "generate", "a"], ["generate", "a", "-v"]])
+def test_verbose_on_either_side_of_the_command(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    levels: list[int] = []
+    monkeypatch.setattr(cli.logging, "basicConfig", lambda level, **_: levels.append(level))
+    assert cli.main(argv) == 0
+    assert levels == [cli.logging.INFO]
+
+
+def test_without_its_packages_the_module_says_which_one() -> None:
+    """A plain copy of the tree and a Python without typer used to end in a traceback."""
+    code = (
+        "import sys, runpy\nsys.modules['typer'] = None\n"
+        "runpy.run_module('tiny_vllm', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the package typer is not installed for ")
+    assert "make setup" in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 # --- errors
@@ -156,6 +205,7 @@ def test_origin_is_bench_with_one_variant(monkeypatch: pytest.MonkeyPatch) -> No
         (EngineDeadError("bad value"), 1),
         (TinyVllmError("bad value"), 1),
         (OSError("bad value"), 1),
+        (ModuleNotFoundError("bad value", name="torch.nn"), 1),
         (KeyboardInterrupt(), 130),
     ],
 )
@@ -172,15 +222,50 @@ def test_errors_are_one_line_and_a_status(
     assert cli.main(["generate", "hello"]) == status
     out, err = capsys.readouterr()
     assert out == ""
-    assert err.strip() == ("interrupted" if status == 130 else "error: bad value")
+    assert err.count("\n") == 1
+    if isinstance(error, ModuleNotFoundError):
+        assert "the package torch is not installed" in err
+    else:
+        assert err.strip() == ("interrupted" if status == 130 else "error: bad value")
+
+
+@pytest.mark.parametrize(
+    ("message", "spoken"),
+    [
+        ("name one with tokenizer=...", "name one with --tokenizer ..."),
+        ("max_model_len=9 is above; lower it", "--max-model-len=9 is above; lower it"),
+        ("lower max_num_seqs to 4", "lower --max-num-seqs to 4"),
+        ("n=0 is out of range", "--n=0 is out of range"),
+        ("the model 'x' of n tokens", "the model 'x' of n tokens"),
+        ("did you mean 'block_size'?", "did you mean 'block_size'?"),
+        ("use --max-model-len=4", "use --max-model-len=4"),
+        ("skip_tokenizer_init, or none", "skip_tokenizer_init, or none"),
+    ],
+)
+def test_commands_speak_of_flags(message: str, spoken: str) -> None:
+    """A hint like tokenizer=... is Python, and no help at a terminal."""
+    assert in_cli_words(message) == spoken
+
+
+def test_hints_of_the_library_become_flags(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(**config: Any) -> None:
+        raise ConfigError("no tokenizer; name one with tokenizer=...")
+
+    monkeypatch.setitem(tiny_vllm.__dict__, "LLM", fail)
+    assert cli.main(["generate", "hello"]) == 2
+    assert capsys.readouterr().err == "error: no tokenizer; name one with --tokenizer ...\n"
 
 
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
-        (["--top-k", "-3"], "top_k=-3"),
+        (["--top-k", "-3"], "--top-k=-3 is out of range"),
+        (["--logprobs", "2"], "--logprobs is shown with --json only"),
+        (["--prompt-logprobs", "0"], "--prompt-logprobs is shown with --json only"),
         (["--logit-bias", "x=1"], "--logit-bias 'x=1'"),
-        (["--min-tokens", "9", "--max-tokens", "8"], "min_tokens=9 is above max_tokens=8"),
+        (["--min-tokens", "9", "--max-tokens", "8"], "--min-tokens=9 is above --max-tokens=8"),
     ],
 )
 def test_bad_sampling_flags(argv: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -247,7 +332,23 @@ def test_a_switch_without_effect_is_said(
 ) -> None:
     monkeypatch.setenv("USE_CUDA_GRAPH", "1")
     assert cli.main(["generate", "hello"]) == 0
-    assert "USE_CUDA_GRAPH=1 has no effect on cpu" in capsys.readouterr().err
+    assert "USE_CUDA_GRAPH=1 (or --use-cuda-graph) has no effect on cpu" in capsys.readouterr().err
+    assert cli.main(["generate", "hello", "--no-use-cuda-graph"]) == 0
+    assert "no effect" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["generate", "hello"], ["chat"]])
+def test_a_flag_without_effect_is_said_like_a_switch(
+    command: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    type_in(monkeypatch, "")
+    flags = ["--use-cuda-graph", "--async-scheduling", "--gpu-memory-utilization", "0.5"]
+    assert cli.main([*command, *flags, "--threads", "900"]) == 0
+    error = capsys.readouterr().err
+    for name in ("--use-cuda-graph)", "--async-scheduling", "--gpu-memory-utilization"):
+        assert f"{name} has no effect on cpu" in error
+    assert f"--num-threads 900 is above the {len(usable_cpus())} core(s)" in error
+    assert FakeLLM.made[0].config["num_threads"] == 900
 
 
 @pytest.mark.parametrize("extra", [[], ["--json"]])
@@ -302,22 +403,102 @@ def test_an_empty_stdin_is_an_error(
     assert "stdin is empty" in capsys.readouterr().err
 
 
+def test_all_prompts_are_queued_before_the_first_is_read() -> None:
+    """Prompts used to run one by one, unless --json was given."""
+    assert cli.main(["generate", "a b", "c"]) == 0
+    assert FakeLLM.made[0].events == ["queued", "queued", "read", "read"]
+
+
 def test_json_is_one_line_a_request_in_one_batch(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["generate", "é b", "c", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["prompt"] for line in lines] == ["é b", "c"]
     assert lines[0] == {
+        "prompt_number": 1,
         "request_id": "0",
         "prompt": "é b",
-        "outputs": [{"text": "é b", "token_ids": [0, 1], "finish_reason": "stop"}],
+        "outputs": [
+            {
+                "text": "é b",
+                "token_ids": [0, 1],
+                "finish_reason": "stop",
+                "logprobs": None,
+                "cumulative_logprob": None,
+            }
+        ],
         "error": None,
         "prompt_tokens": 2,
         "cached_tokens": 1,
         "generated_tokens": 2,
         "tokens_per_s": 1.0,
         "ttft_ms": 500.0,
+        "prompt_logprobs": None,
     }
-    assert len(FakeLLM.made[0].asked) == 1
+    assert set(JSON_HELP) == set(lines[0])  # what docs/cli.md documents
+    assert set(COMPLETION_HELP) == set(lines[0]["outputs"][0])
+    assert FakeLLM.made[0].events == ["queued", "queued", "read", "read"]
+
+
+def test_logprobs_are_in_the_json_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """They used to be accepted and dropped. JSON has no infinity: null."""
+    argv = ["generate", "a b", "--json", "--logprobs", "2", "--prompt-logprobs", "1"]
+    assert cli.main(argv) == 0
+    line = json.loads(capsys.readouterr().out)
+    completion = line["outputs"][0]
+    assert completion["cumulative_logprob"] == -1.0
+    assert completion["logprobs"][0] == [
+        {"token_id": 0, "token": "w", "logprob": -0.5, "rank": 1},
+        {"token_id": 99, "token": None, "logprob": None, "rank": 2},
+    ]
+    assert len(completion["logprobs"]) == 2
+    assert line["prompt_logprobs"] == [
+        None,
+        [{"token_id": 1, "token": None, "logprob": -1.5, "rank": 3}],
+    ]
+
+
+@pytest.mark.parametrize("from_stdin", [False, True])
+def test_a_bad_prompt_of_many_is_one_line_and_the_rest_go_on(
+    from_stdin: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One prompt that is refused used to end the whole command with no output."""
+    prompts = ["a b", "refuse me", "c"]
+    type_in(monkeypatch, "\n".join(prompts))
+    argv = ["generate", "--lines"] if from_stdin else ["generate", *prompts]
+    assert cli.main([*argv, "--json"]) == 1
+    out, err = capsys.readouterr()
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["prompt_number"] for line in lines] == [1, 2, 3]
+    assert [line["prompt"] for line in lines] == prompts
+    why = "--max-model-len=3 holds no more; raise --max-model-len"
+    assert [line["error"] for line in lines] == [None, why, None]
+    assert set(lines[1]) == set(JSON_HELP)
+    assert (lines[1]["outputs"], lines[1]["prompt_tokens"]) == ([], None)
+    assert f"error: prompt 2 of 3: {why}" in err.splitlines()
+    type_in(monkeypatch, "\n".join(prompts))
+    assert cli.main(argv) == 1
+    out, err = capsys.readouterr()
+    assert out == "=== prompt 1 of 3\na b\n=== prompt 2 of 3\n=== prompt 3 of 3\nc\n"
+    assert f"error: prompt 2 of 3: {why}" in err.splitlines()
+
+
+def test_no_accepted_prompt_is_bad_input(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["generate", "refuse me", "refuse me"]) == 2
+    assert cli.main(["generate", "refuse me", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["error"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"), [("2", "cut off by --max-tokens 2"), ("9", "cut off: the context is full")]
+)
+def test_an_answer_that_was_cut_off_is_marked(
+    limit: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(FakeLLM, "finish_reason", FinishReason.LENGTH)
+    type_in(monkeypatch, "a b\n")
+    for command in (["generate", "a b"], ["chat"]):
+        assert cli.main([*command, "--max-tokens", limit]) == 0
+        assert capsys.readouterr().err.rstrip().endswith(f"; {words}]")
 
 
 def test_several_completions_are_all_printed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -340,7 +521,9 @@ def test_a_failed_request_is_reported_and_the_rest_go_on(
 ) -> None:
     monkeypatch.setattr(FakeLLM, "error", "the pool is too small")
     assert cli.main(["generate", "a", "b", *extra]) == 1
-    assert capsys.readouterr().err.count("error: the pool is too small") == 2
+    err = capsys.readouterr().err
+    assert "error: prompt 1 of 2: the pool is too small" in err
+    assert "error: prompt 2 of 2: the pool is too small" in err
 
 
 def test_ctrl_c_in_generate_aborts_and_shuts_down(
@@ -355,9 +538,9 @@ def test_ctrl_c_in_generate_aborts_and_shuts_down(
 # --- chat
 
 
-def chat_with(monkeypatch: pytest.MonkeyPatch, text: str, *argv: str) -> FakeLLM:
+def chat_with(monkeypatch: pytest.MonkeyPatch, text: str, *argv: str, status: int = 0) -> FakeLLM:
     type_in(monkeypatch, text)
-    assert cli.main(["chat", *argv]) == 0
+    assert cli.main(["chat", *argv]) == status
     return FakeLLM.made[-1]
 
 
@@ -416,15 +599,30 @@ def test_ctrl_c_at_the_chat_prompt_ends_it(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_refused_turn_leaves_the_history(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """From a pipe the exit status tells of it, too."""
     monkeypatch.setenv("MAX_PROMPT_LEN", "3")
-    llm = chat_with(monkeypatch, "a b c d e\nx y\n")
+    llm = chat_with(monkeypatch, "a b c d e\nx y\n", status=1)
     assert [roles_and_text(asked) for asked, _ in llm.asked] == [["user: x y"]]
     assert "5 tokens, MAX_PROMPT_LEN=3" in capsys.readouterr().err
 
 
-def test_chat_has_one_answer_per_turn(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["chat", "--n", "2"]) == 2
-    assert "n=2" in capsys.readouterr().err
+def test_a_failed_turn_from_a_pipe_is_status_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeLLM, "error", "the pool is too small")
+    chat_with(monkeypatch, "a\n", status=1)
+
+
+@pytest.mark.parametrize(
+    ("command", "flag"),
+    [("chat", "--n"), ("chat", "--logprobs"), ("chat", "--prompt-logprobs")]
+    + [(name, "--skip-tokenizer-init") for name in ("bench", "generate", "chat")],
+)
+def test_flags_without_a_use_are_not_offered(
+    command: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([command, "--help"]) == 0
+    assert flag not in capsys.readouterr().out.split()
+    assert cli.main([command, flag, "2"]) == 2
+    assert f"No such option: {flag}" in capsys.readouterr().err
 
 
 # --- env
@@ -447,3 +645,12 @@ def test_env_as_text_names_every_section(capsys: pytest.CaptureFixture[str]) -> 
     assert cli.main(["env"]) == 0
     out = capsys.readouterr().out
     assert all(section in out for section in collect())
+
+
+def test_env_says_which_switch_has_no_effect_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tiny_vllm.cli.environment.torch_facts", dict)
+    monkeypatch.setenv("USE_CUDA_GRAPH", "1")
+    assert cli.main(["env"]) == 0
+    assert "USE_CUDA_GRAPH=1 (or --use-cuda-graph) has no effect on cpu" in capsys.readouterr().out

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tiny_vllm.bench.trace import FIELD_HELP, read_trace
+from tiny_vllm.bench.workloads import DESCRIPTIONS
 from tiny_vllm.cli.docs import PAGES, main
+from tiny_vllm.cli.generate import COMPLETION_HELP, JSON_HELP
 from tiny_vllm.cli.main import COMMANDS
 from tiny_vllm.cli.options import ENGINE, SAMPLING, FlagGroup
 
@@ -34,6 +37,18 @@ def test_every_field_has_a_help_text(group: FlagGroup) -> None:
 def test_every_command_has_a_section() -> None:
     page = PAGES["cli.md"]()
     assert re.findall(r"^## tiny-vllm (\S+)", page, re.MULTILINE) == list(COMMANDS)
+
+
+def test_the_trace_lines_of_the_page_can_be_read(tmp_path: Path) -> None:
+    example = PAGES["cli.md"]().split("```")[1]
+    (tmp_path / "t.jsonl").write_text(example, encoding="utf-8")
+    assert [r.arrival for r in read_trace(tmp_path / "t.jsonl")] == [None, 0.5, 1.25]
+
+
+def test_every_workload_and_format_is_on_the_page() -> None:
+    page = PAGES["cli.md"]()
+    for name in (*DESCRIPTIONS, *FIELD_HELP, *JSON_HELP, *COMPLETION_HELP):
+        assert f"| `{name}` |" in page, name
 
 
 @pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md", "docs/architecture.md"])

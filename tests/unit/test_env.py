@@ -3,7 +3,7 @@
 import pytest
 
 from tiny_vllm.config import EngineConfig
-from tiny_vllm.env import SWITCH_HELP, Switches
+from tiny_vllm.env import SWITCH_HELP, Switches, setting_notes, usable_cpus
 from tiny_vllm.errors import ConfigError
 
 FLAGS = ("USE_PREFIX_CACHE", "CHUNKED_PREFILL", "USE_CUDA_GRAPH")
@@ -68,11 +68,21 @@ def test_engine_settings_are_engine_config_keys() -> None:
     assert EngineConfig.create(**settings).max_num_seqs == 9
 
 
-def test_a_switch_without_effect_is_reported() -> None:
-    switches = Switches(use_cuda_graph=True)
-    assert "USE_CUDA_GRAPH=1 has no effect on cpu" in switches.ineffective("cpu")[0]
-    assert "not implemented yet" in switches.ineffective("cuda:0")[0]
-    assert Switches(use_cuda_graph=False).ineffective("cpu") == []
+def test_a_setting_without_effect_is_reported() -> None:
+    asked = Switches(use_cuda_graph=True).engine_settings()
+    (note,) = setting_notes(asked, "cpu", {"use_cuda_graph": False})
+    assert note == "USE_CUDA_GRAPH=1 (or --use-cuda-graph) has no effect on cpu: it needs a GPU"
+    (note,) = setting_notes(asked, "cuda:0", {"use_cuda_graph": False})
+    assert "has no effect on cuda:0: it needs the Triton backend" in note
+    assert setting_notes(asked, "cuda:0", {"use_cuda_graph": True}) == []
+    assert setting_notes({"use_cuda_graph": False}, "cpu", {}) == []
+
+
+def test_more_threads_than_cores_are_reported() -> None:
+    cores = len(usable_cpus())
+    assert setting_notes({"num_threads": cores}, "cpu", {}) == []
+    (note,) = setting_notes({"num_threads": cores + 1}, "cpu", {})
+    assert f"--num-threads {cores + 1} is above the {cores} core(s)" in note
 
 
 def test_every_switch_is_documented() -> None:

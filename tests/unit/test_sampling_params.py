@@ -1,5 +1,6 @@
 """Sampling parameters: each bad value is refused with its field, the value and the bound."""
 
+import inspect
 from typing import Any
 
 import pytest
@@ -137,6 +138,16 @@ def test_replace_checks_again_and_leaves_the_original() -> None:
     assert params.max_tokens == 5
     with pytest.raises(InvalidRequestError, match="max_tokens=0"):
         params.replace(max_tokens=0)
+
+
+def test_an_unknown_keyword_names_the_nearest() -> None:
+    """It used to be a TypeError of the dataclass, without a hint."""
+    with pytest.raises(InvalidRequestError, match="did you mean 'temperature'") as caught:
+        SamplingParams(temprature=0.5)  # type: ignore[call-arg]
+    assert caught.value.field == "temprature"
+    with pytest.raises(InvalidRequestError, match="unknown SamplingParams key 'zzz'; known: n, "):
+        SamplingParams().replace(zzz=1)
+    assert list(inspect.signature(SamplingParams).parameters)[:2] == ["n", "temperature"]
 
 
 def test_greedy() -> None:

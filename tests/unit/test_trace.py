@@ -47,6 +47,8 @@ def test_lines_are_read_one_at_a_time(tmp_path: Path) -> None:
         ('{"max_tokens": 1}', "exactly one of the fields prompt_token_ids, prompt, messages"),
         ('{"prompt": "a", "messages": [], "max_tokens": 1}', "found prompt, messages"),
         ('{"prompt": "a"}', "field 'max_tokens' is missing"),
+        ("{}", "exactly one .*found none; field 'max_tokens' is missing$"),
+        ('{"text": "a", "max_token": 1}', r"is missing \(unknown: 'text', 'max_token'\)"),
         ('{"prompt": "a", "max_tokens": 0}', "field 'max_tokens' must be .* >= 1, got 0"),
         ('{"prompt": "a", "max_tokens": "5"}', "'max_tokens' .* got the string '5'"),
         ('{"prompt": "a", "max_tokens": true}', "'max_tokens' .* got true"),

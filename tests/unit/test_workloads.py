@@ -1,13 +1,20 @@
 """Built-in workloads: sizes of the table, determinism, vocabulary, scale and caps."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from tiny_vllm.bench.trace import trace_sha256
-from tiny_vllm.bench.workloads import PromptEncoder, Workload, build_workload
+from tiny_vllm.bench.workloads import (
+    BUILDERS,
+    DESCRIPTIONS,
+    PromptEncoder,
+    Workload,
+    build_workload,
+)
 from tiny_vllm.env import Switches
 from tiny_vllm.errors import ConfigError, TraceError
 
@@ -52,6 +59,23 @@ def test_sizes(name: str, count: int, prompt: int, output: int) -> None:
     assert {r.num_prompt_tokens for r in requests} == {prompt}
     assert {r.max_tokens for r in requests} == {output}
     assert len({r.request_id for r in requests}) == count
+
+
+def first_numbers(text: str) -> list[int]:
+    """The lengths in a description: "512 common + 1 own" is 512 and 1."""
+    return [int(re.findall(r"\d+", part)[0]) for part in text.split(" + ")]
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_the_description_of_a_workload_is_true(name: str) -> None:
+    told, requests = DESCRIPTIONS[name], build(name).requests
+    assert int(told.requests) == len(requests)
+    assert sum(first_numbers(told.prompt)) == requests[0].num_prompt_tokens
+    assert first_numbers(told.output) == [requests[0].max_tokens]
+
+
+def test_every_workload_is_described() -> None:
+    assert set(DESCRIPTIONS) == {*BUILDERS, "demo", "shared-BxPk"}
 
 
 def test_seed_generates_15358_tokens() -> None:

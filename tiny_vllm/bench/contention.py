@@ -11,16 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tiny_vllm.env import usable_cpus
+
 STAT = Path("/proc/stat")
 BUSY_FIELDS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal
 OTHERS_LIMIT = 0.25  # cores
 FULL = 0.9  # of the cores in use: below it a neighbour found a core of its own
-
-
-def usable_cpus() -> frozenset[int]:
-    """Numbers of the processors this process may use."""
-    affinity = getattr(os, "sched_getaffinity", None)
-    return frozenset(affinity(0)) if affinity else frozenset(range(os.cpu_count() or 1))
 
 
 def busy_ticks(stat: str, cpus: frozenset[int]) -> int:

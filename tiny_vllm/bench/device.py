@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tiny_vllm.bench.contention import usable_cpus
+from tiny_vllm.env import usable_cpus
 from tiny_vllm.metrics import PeakMemory, peak_rss
 
 

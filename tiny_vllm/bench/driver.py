@@ -23,6 +23,29 @@ def _ignore_progress(generated_tokens: int) -> None:
     del generated_tokens
 
 
+def check_lengths(request: TraceRequest, max_prompt_len: int | None, max_model_len: int) -> None:
+    """Refuse what an engine would shorten in silence: less work is another workload.
+
+    Raises:
+        RequestTooLongError: above MAX_PROMPT_LEN, or prompt and output above the context.
+    """
+    length = request.num_prompt_tokens
+    if max_prompt_len is not None and length > max_prompt_len:
+        raise RequestTooLongError(
+            f"the prompt has {length} tokens, MAX_PROMPT_LEN={max_prompt_len} allows no more; "
+            "shorten it or raise MAX_PROMPT_LEN",
+            "prompt",
+        )
+    if length + request.max_tokens > max_model_len:
+        raise RequestTooLongError(
+            f"{length} prompt tokens and {request.max_tokens} new ones are "
+            f"{length + request.max_tokens}, max_model_len={max_model_len} holds no more; "
+            "shorten the request (--scale, --max-new-tokens) or raise MAX_SEQ_LEN or "
+            "--max-model-len, if the model allows it",
+            "max_tokens",
+        )
+
+
 @dataclass(slots=True)
 class TraceDriver:
     """One pass of ``requests`` through ``engine``.
@@ -89,29 +112,11 @@ class TraceDriver:
         )
         params = SamplingParams(temperature=0.0, max_tokens=request.max_tokens, ignore_eos=True)
         try:
-            self._check_lengths(request)
+            check_lengths(request, self.max_prompt_len, self.engine.info.max_model_len)
             self.engine.add_request(request.request_id, request.token_ids, params)
         except InvalidRequestError as error:
             record.finish_reason, record.error = FinishReason.ERROR.value, str(error)
         return record
-
-    def _check_lengths(self, request: TraceRequest) -> None:
-        """Refuse what an engine would shorten in silence: less work is another workload."""
-        limit, length = self.max_prompt_len, request.num_prompt_tokens
-        if limit is not None and length > limit:
-            raise RequestTooLongError(
-                f"the prompt has {length} tokens, MAX_PROMPT_LEN={limit} allows no more; "
-                "shorten it or raise MAX_PROMPT_LEN",
-                "prompt",
-            )
-        room = self.engine.info.max_model_len
-        if length + request.max_tokens > room:
-            raise RequestTooLongError(
-                f"{length} prompt tokens and {request.max_tokens} new ones are "
-                f"{length + request.max_tokens}, max_model_len={room} holds no more; "
-                "shorten the request or use --scale",
-                "max_tokens",
-            )
 
     def _step(self) -> None:
         outputs = self.engine.step()

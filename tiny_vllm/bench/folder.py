@@ -20,6 +20,15 @@ SUMMARY, PLOT = "summary.json", "comparison.png"
 RunKey = tuple[str, int]  # (variant, repeat)
 
 
+def check_free(path: Path) -> None:
+    """Raise ConfigError when a folder holds the results of a finished run."""
+    if (path / SUMMARY).exists():
+        raise ConfigError(
+            f"--out {path} holds the results of an earlier run; give another folder, or --force "
+            "to overwrite them"
+        )
+
+
 @dataclass(slots=True)
 class RunFolder:
     """Writer of one run folder; ``manifest`` is saved after every change."""

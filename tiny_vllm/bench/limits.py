@@ -55,7 +55,7 @@ def _beats_floor(run: Run, data: RunData, peaks: Peaks) -> bool:
 
 def _measure(key: str, run: Run, folder: RunFolder, reporter: Reporter) -> Peaks | None:
     device, dtype = run["info"]["device"], run["info"]["dtype"]
-    reporter.start("measuring peaks", 0)
+    reporter.start("measuring peaks", None)
     try:
         peaks, was_busy = run_child(
             run_peaks, device, dtype, run["environment"]["num_threads"], on_event=reporter.event

@@ -50,7 +50,7 @@ def origin_of_run() -> dict[str, Any]:
     """The part of the manifest that does not depend on the benchmark."""
     return {
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": list(sys.orig_argv),
         **git_state(),
         "versions": {
             "tiny_vllm": tiny_vllm.__version__,

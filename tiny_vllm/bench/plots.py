@@ -78,8 +78,9 @@ def _legend(axis: Any) -> None:
 
 def _wall(axis: Any, done: Sequence[Row]) -> None:
     left = [0.0] * len(done)
-    walls = [v["wall_s"] for v in done]
-    prefill, decode = [v["prefill_s"] for v in done], [v["decode_s"] for v in done]
+    walls, prefill, decode = (
+        [v[key] or 0.0 for v in done] for key in ("wall_s", "prefill_s", "decode_s")
+    )
     idle = [max(0.0, w - p - d) for w, p, d in zip(walls, prefill, decode, strict=True)]
     for values, color, name in (
         (prefill, PREFILL, "steps with prefill"),

@@ -6,7 +6,9 @@ those medians; every repeat is kept beside them.
 
 import hashlib
 import json
+import re
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -124,6 +126,7 @@ def _empty(data: RunData, entry: Mapping[str, Any], error: str) -> dict[str, Any
         "failed": count,
         "prompt_tokens": 0,
         "generated_tokens": 0,
+        "errors": [],
         **dict.fromkeys(SCALARS),
         **dict.fromkeys(LATENCIES, nothing),
         "cache": dict.fromkeys(CACHE),
@@ -139,16 +142,13 @@ def _repeat(data: RunData, run: Mapping[str, Any]) -> dict[str, Any]:
     requests, steps = data.requests.get(key, []), data.steps.get(key, [])
     info = EngineInfo(**run["info"])
     good = [r for r in requests if not r.failed]
-    times = metrics.step_times(steps)
     return {
         "requests": len(requests),
         "failed": len(requests) - len(good),
+        "errors": _errors(requests),
         "prompt_tokens": sum(r.prompt_tokens for r in good),
         "generated_tokens": sum(len(r.output_token_ids) for r in good),
-        "wall_s": run["wall_s"],
-        "prefill_s": times.prefill_s,
-        "decode_s": times.decode_s,
-        "decoded_tokens": times.decoded_tokens,
+        **_times(run, steps if good else None),
         **_latencies(good),
         "peak_memory_bytes": run["peak_memory"]["num_bytes"],
         "peak_memory_kind": run["peak_memory"]["kind"],
@@ -157,13 +157,34 @@ def _repeat(data: RunData, run: Mapping[str, Any]) -> dict[str, Any]:
             "logical": sum(s.kv_bytes.logical for s in steps),
             "physical": sum(s.kv_bytes.physical for s in steps),
         },
-        "roofline": _roofline(run, steps, info),
+        "roofline": _roofline(run, steps, info) if good else dict.fromkeys(ROOFLINE),
         "contended": is_contended(run["environment"]),
         "other_cores": run["environment"].get("other_cores"),
         "build_s": run["build_s"],
         "warmup_s": run["warmup_s"],
-        "outputs_sha256": _outputs_sha256(requests),
+        "outputs_sha256": _outputs_sha256(requests) if good else None,
     }
+
+
+def _times(run: Mapping[str, Any], steps: Sequence[StepRecord] | None) -> dict[str, Any]:
+    """Seconds of a run; None where no request finished: there is nothing to time."""
+    if steps is None:
+        return {"wall_s": None, "prefill_s": None, "decode_s": None, "decoded_tokens": 0}
+    times = metrics.step_times(steps)
+    return {
+        "wall_s": run["wall_s"],
+        "prefill_s": times.prefill_s,
+        "decode_s": times.decode_s,
+        "decoded_tokens": times.decoded_tokens,
+    }
+
+
+def _errors(requests: Sequence[RequestRecord]) -> list[dict[str, Any]]:
+    """Error texts, most frequent first; texts that differ in numbers alone count as one."""
+    texts = [r.error for r in requests if r.error is not None]
+    kinds = Counter(re.sub(r"\d+", "#", text) for text in texts)
+    example = {re.sub(r"\d+", "#", text): text for text in reversed(texts)}
+    return [{"error": example[kind], "requests": n} for kind, n in kinds.most_common()]
 
 
 def _latencies(requests: Sequence[RequestRecord]) -> dict[str, metrics.Distribution]:
@@ -224,6 +245,9 @@ def median_of(values: Sequence[Any]) -> Any:
 def _with_quotients(row: dict[str, Any]) -> dict[str, Any]:
     """Add throughput, both TPOTs and the prefill rate, formed from the row's own numbers."""
     tokens = row["generated_tokens"]
+    if row["wall_s"] is None:
+        names = ("throughput_tok_s", "tpot_e2e_ms", "tpot_decode_ms", "prefill_tok_s")
+        return {**row, **dict.fromkeys(names)}
     return {
         **row,
         "throughput_tok_s": metrics.throughput_tok_s(tokens, row["wall_s"]),
@@ -234,17 +258,22 @@ def _with_quotients(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _match(data: RunData, name: str, base: str) -> dict[str, Any]:
-    """Compare the first repeats token by token; the first divergence is in trace order."""
+    """Compare the first repeats token by token; the first divergence is in trace order.
+
+    Only requests that finished on both sides count; ``equal`` is None without any.
+    """
     ours, theirs = data.requests.get((name, 0), []), data.requests.get((base, 0), [])
+    pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if not (a.failed or b.failed)]
     divergences = [
         {"request": a.request_id, "position": position}
-        for a, b in zip(ours, theirs, strict=True)
+        for a, b in pairs
         if (position := first_divergence(a.output_token_ids, b.output_token_ids)) is not None
     ]
     return {
-        "equal": not divergences,
+        "equal": not divergences if pairs else None,
         "first_divergence": divergences[0] if divergences else None,
-        "equal_requests": len(ours) - len(divergences),
+        "equal_requests": len(pairs) - len(divergences),
+        "compared_requests": len(pairs),
         "requests": len(ours),
     }
 
@@ -273,7 +302,16 @@ def _warnings(manifest: Mapping[str, Any], done: Sequence[Mapping[str, Any]]) ->
                 "its times are not the engine's: repeat on a quiet machine"
             )
         if variant["failed"]:
-            found.append(f"{name}: {variant['failed']} of {variant['requests']} requests failed")
+            found.append(_failures(variant))
         if not variant["outputs_stable"]:
             found.append(f"{name}: the outputs differ between repeats")
     return found
+
+
+def _failures(variant: Mapping[str, Any]) -> str:
+    """How many requests of a variant failed, and the most frequent reason."""
+    text = f"{variant['name']}: {variant['failed']} of {variant['requests']} requests failed"
+    if not variant["errors"]:
+        return text
+    first = variant["errors"][0]
+    return f"{text}; {first['requests']} times: {first['error']}"

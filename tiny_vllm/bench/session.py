@@ -1,20 +1,27 @@
 """A whole benchmark: every variant and repeat in its own process, then files and summary.
 
 Repeats are interleaved (ABAB). A variant that fails is reported and does not stop the
-others; Ctrl-C ends the children and leaves a valid folder marked `interrupted`.
+others; Ctrl-C, or a signal to end, stops the children and leaves a valid folder marked
+`interrupted`.
 """
 
 import datetime
-from collections.abc import Mapping
+import itertools
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tiny_vllm.bench.folder import RunFolder, load_run
+from tiny_vllm.bench.driver import check_lengths
+from tiny_vllm.bench.folder import RunFolder, check_free, load_run
 from tiny_vllm.bench.limits import attach_peaks
 from tiny_vllm.bench.manifest import origin_of_run
 from tiny_vllm.bench.plots import draw_comparison
-from tiny_vllm.bench.progress import Bars, Reporter, Silent
+from tiny_vllm.bench.progress import Figures, Reporter, make_reporter
 from tiny_vllm.bench.records import RunResult
 from tiny_vllm.bench.results import summarize
 from tiny_vllm.bench.trace import trace_sha256
@@ -22,8 +29,8 @@ from tiny_vllm.bench.variants import FACTORIES, Variant
 from tiny_vllm.bench.worker import ChildFailed, RunSpec, run_child, run_variant
 from tiny_vllm.bench.workloads import EncoderFactory, Workload, build_workload
 from tiny_vllm.config import EngineConfig
-from tiny_vllm.env import Switches
-from tiny_vllm.errors import ConfigError, TraceError
+from tiny_vllm.env import Switches, setting_notes
+from tiny_vllm.errors import ConfigError, RequestTooLongError, TraceError
 
 DEFAULT_MAX_NUM_SEQS = 16
 LENGTH_STEP = 64  # max_model_len is rounded up to it
@@ -54,6 +61,7 @@ class BenchOptions:
     scale: float = 1.0
     arrivals: str | None = None
     out: Path | None = None
+    force: bool = False
     quiet: bool = False
 
     def __post_init__(self) -> None:
@@ -84,6 +92,8 @@ def run_bench(options: BenchOptions, shape: ModelShape, encoder: EncoderFactory)
     Raises:
         ConfigError, TraceError: bad input, before anything was run.
     """
+    if options.out and not options.force:
+        check_free(options.out)
     workload = build_workload(
         options.workload,
         shape.vocab_size,
@@ -93,17 +103,37 @@ def run_bench(options: BenchOptions, shape: ModelShape, encoder: EncoderFactory)
         switches=options.switches,
     )
     plan = _Plan.make(options, shape, workload)
+    plan.check_that_something_fits()
     out = options.out or _default_folder(workload.name)
-    folder = RunFolder.create(out, plan.manifest())
-    with Silent() if options.quiet else Bars() as reporter:
-        status = _Session(plan, folder, reporter).run()
-    folder.finish(status)
+    with _end_signals_as_ctrl_c():
+        folder = RunFolder.create(out, plan.manifest())
+        with make_reporter(options.quiet) as reporter:
+            status = _Session(plan, folder, reporter).run()
+        folder.finish(status)
     return _conclude(folder, status)
 
 
+@contextmanager
+def _end_signals_as_ctrl_c() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, unless the caller handles them itself."""
+    kinds = [getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP")]
+    in_main = threading.current_thread() is threading.main_thread()
+    taken = [k for k in kinds if k and in_main and signal.getsignal(k) is signal.SIG_DFL]
+    for kind in taken:
+        signal.signal(kind, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for kind in taken:
+            signal.signal(kind, signal.SIG_DFL)
+
+
 def _default_folder(workload: str) -> Path:
+    """A new folder under runs/; two runs may start in one second."""
     stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
-    return Path("runs") / f"{stamp}-{workload}"
+    names = itertools.chain([""], (f"-{n}" for n in itertools.count(2)))
+    folders = (Path("runs") / f"{stamp}-{workload}{name}" for name in names)
+    return next(folder for folder in folders if not folder.exists())
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +163,20 @@ class _Plan:
             reasons,
             (*workload.notes, *_switch_notes(options, shape)),
         )
+
+    def check_that_something_fits(self) -> None:
+        """Raise ConfigError, before anything is loaded, when every request would be refused."""
+        first: RequestTooLongError | None = None
+        prompt_limit = self.options.switches.max_prompt_len
+        lengths = [config.max_model_len or sys.maxsize for config in self.configs.values()]
+        for request in self.workload.requests:
+            try:
+                check_lengths(request, prompt_limit, max(lengths))
+            except RequestTooLongError as error:
+                first = first or error
+            else:
+                return
+        raise ConfigError(f"no request of {self.workload.name} can run: {first}") from first
 
     def manifest(self) -> dict[str, Any]:
         options, workload = self.options, self.workload
@@ -234,31 +278,34 @@ class _Session:
             return
         self._note_switches(variant, result)
         self.folder.add_run(variant.name, repeat, result)
-        self.reporter.event(("tokens", sum(len(r.output_token_ids) for r in result.requests)))
-        self.reporter.end("done")
+        tokens = sum(len(r.output_token_ids) for r in result.requests if not r.failed)
+        self.reporter.end("done", Figures(tokens, result.wall_s))
 
     def _note_switches(self, variant: Variant, result: RunResult) -> None:
         """Report each switch or change that this run could not obey, once."""
         notes = self.folder.manifest["notes"]
-        found = self.plan.options.switches.ineffective(result.info.device)
-        asked = self.plan.configs[variant.name]
-        on_cpu = not result.info.device.startswith("cuda")
-        if on_cpu and variant.changes.get("use_cuda_graph") is not None:
+        info, asked = result.info, self.plan.configs[variant.name]
+        on_cpu = not info.device.startswith("cuda")
+        used = {} if variant.engine == "origin" else {**info.config}
+        settings = self.plan.options.engine
+        found = setting_notes({**settings, **variant.changes}, info.device, used)
+        if on_cpu and variant.changes.get("use_cuda_graph") is False:
             found.append(
                 f"use_cuda_graph={asked.use_cuda_graph} of variant {variant.name!r} has no "
                 f"effect on {result.info.device}: CUDA graphs need a GPU"
             )
         if variant.engine == "origin":
-            found += _switches_without_origin(self.plan.options.switches)
+            found += _switches_without_origin(self.plan.options.switches, on_cpu)
         notes += [note for note in found if note not in notes]
 
 
-def _switches_without_origin(switches: Switches) -> list[str]:
+def _switches_without_origin(switches: Switches, on_cpu: bool) -> list[str]:
     """The set switches that the baseline has no use for."""
     set_ones = {
         "USE_PREFIX_CACHE": switches.use_prefix_cache,
         "CHUNKED_PREFILL": switches.chunked_prefill,
         "BLOCK_SIZE": switches.block_size,
+        "USE_CUDA_GRAPH": None if on_cpu else switches.use_cuda_graph,  # said for all engines
     }
     return [
         f"{name}={int(value)} has no effect on the baseline: it has no such mechanism"

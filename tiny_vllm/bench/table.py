@@ -7,7 +7,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-NONE = "–"
+NONE = "N/A"
 PIPE_WIDTH = 200  # enough for every column on one line
 Row = Mapping[str, Any]
 
@@ -29,7 +29,7 @@ def token_hit_rate(variant: Row) -> float | None:
 
 def _hit_rate(variant: Row) -> str:
     rate = token_hit_rate(variant)
-    return "N/A" if rate is None else _percent(rate)
+    return _percent(rate)
 
 
 def _memory(variant: Row) -> str:
@@ -90,23 +90,46 @@ def _table(columns: Mapping[str, Callable[[Row], str]], variants: list[Row]) -> 
     return table
 
 
-def _match_line(pair: str, match: Row) -> str:
+def _match_line(pair: str, match: Row, dtypes: set[str]) -> str:
+    compared, total = match["compared_requests"], match["requests"]
+    if not compared:
+        return f"outputs {pair}: nothing to compare (0 of {total} finished)"
+    part = "" if compared == total else f"{compared} of {total} finished "
     if match["equal"]:
-        return f"outputs {pair}: equal, token for token ({match['requests']} requests)"
+        return f"outputs {pair}: equal, token for token ({part or f'{total} '}requests)"
     first = match["first_divergence"]
     return (
-        f"outputs {pair}: {match['equal_requests']} of {match['requests']} requests equal; "
-        f"first divergence in request {first['request']} at token {first['position']}"
+        f"outputs {pair}: {match['equal_requests']} of {compared} {part and 'finished '}requests "
+        f"equal; first divergence in request {first['request']} at token {first['position']}"
+        + _rounding(dtypes)
+    )
+
+
+def _rounding(dtypes: set[str]) -> str:
+    """Why outputs may differ: in 16 bits the logits of two tokens are often equal or nearly so."""
+    short = sorted(dtypes - {"float32"})
+    if not short:
+        return ""
+    return (
+        f" ({' and '.join(short)}: other batch shapes round differently; "
+        "--dtype float32 compares exactly)"
+    )
+
+
+def _speedup_line(pair: str, value: float | None) -> str:
+    return f"speedup {pair}: {_number(value, '.2f', 'x')}" + (
+        "" if value is not None else " (the variants did not do the same work)"
     )
 
 
 def lines(summary: Row) -> list[str]:
     """Everything below the tables, one fact a line."""
-    found = [
-        f"speedup {pair}: {_number(value, '.2f', 'x')}"
-        for pair, value in summary["speedup"].items()
+    dtypes = {v["name"]: str(v.get("dtype")) for v in summary["variants"]}
+    found = [_speedup_line(*item) for item in summary["speedup"].items()]
+    found += [
+        _match_line(pair, match, {dtypes[name] for name in pair.split("/")})
+        for pair, match in summary["outputs_match"].items()
     ]
-    found += [_match_line(*item) for item in summary["outputs_match"].items()]
     found.append(
         f"medians of {summary['repeats']} run(s); prefix cache {summary['cache_at_start']} at "
         f"the start; max_num_seqs={summary['max_num_seqs']} for every variant"

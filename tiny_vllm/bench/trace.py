@@ -17,6 +17,13 @@ from typing import Any
 from tiny_vllm.errors import TraceError
 
 PROMPT_FIELDS = ("prompt_token_ids", "prompt", "messages")
+FIELD_HELP = {
+    "prompt_token_ids": "the prompt as a list of token ids of the model's vocabulary",
+    "prompt": "or the prompt as text; the model's tokenizer makes the ids",
+    "messages": "or a chat: a list of objects with the strings `role` and `content`",
+    "max_tokens": "needed: tokens to generate, a whole number from 1; end-of-sequence is ignored",
+    "arrival": "optional: seconds after the start of the trace, a number from 0",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,21 +97,31 @@ class _Line:
             raise TraceError(f"{self.where}: not JSON ({error})") from error
         if not isinstance(value, dict):
             raise TraceError(f"{self.where}: a JSON object is needed, not {_kind(value)}")
-        present = [name for name in PROMPT_FIELDS if name in value]
-        if len(present) != 1:
-            raise TraceError(
-                f"{self.where}: exactly one of the fields {', '.join(PROMPT_FIELDS)} is needed, "
-                f"found {', '.join(present) or 'none'}"
-            )
-        prompt: dict[str, Any] = {
-            present[0]: getattr(self, f"_{present[0]}")(value[present[0]]),
-        }
+        field = self._prompt_field(value)
+        prompt: dict[str, Any] = {field: getattr(self, f"_{field}")(value[field])}
         return TraceRequest(
             request_id=str(number),
-            max_tokens=self._max_tokens(value),
+            max_tokens=self._max_tokens(value["max_tokens"]),
             arrival=self._arrival(value.get("arrival")),
             **prompt,
         )
+
+    def _prompt_field(self, value: dict[str, Any]) -> str:
+        """The one prompt field of a line; all that is missing is named at once."""
+        present = [name for name in PROMPT_FIELDS if name in value]
+        faults = []
+        if len(present) != 1:
+            faults.append(
+                f"exactly one of the fields {', '.join(PROMPT_FIELDS)} is needed, "
+                f"found {', '.join(present) or 'none'}"
+            )
+        if "max_tokens" not in value:
+            faults.append("field 'max_tokens' is missing")
+        if faults:
+            unknown = [repr(str(name)) for name in value if name not in FIELD_HELP]
+            hint = f" (unknown: {', '.join(unknown[:5])})" if unknown else ""
+            raise TraceError(f"{self.where}: {'; '.join(faults)}{hint}")
+        return present[0]
 
     def _wrong(self, field: str, message: str) -> TraceError:
         return TraceError(f"{self.where}: field {field!r} {message}")
@@ -142,10 +159,7 @@ class _Line:
                 )
         return tuple(value)
 
-    def _max_tokens(self, value: dict[str, Any]) -> int:
-        if "max_tokens" not in value:
-            raise self._wrong("max_tokens", "is missing")
-        number = value["max_tokens"]
+    def _max_tokens(self, number: Any) -> int:
         if type(number) is not int or number < 1:
             shown = number if type(number) is int else _kind(number)
             raise self._wrong("max_tokens", f"must be a whole number >= 1, got {shown}")

@@ -28,7 +28,7 @@ NAMED: Mapping[str, Mapping[str, Any]] = {
     "per-request-attention": {"attention": "per-request"},
 }
 BUILT_IN = (*FACTORIES, *NAMED)
-SHARED_KEYS = ("model", "tokenizer", "revision", "reasons")  # the same for all variants
+SHARED_KEYS = ("model", "tokenizer", "revision")  # the same for all variants
 _WORDS: Mapping[str, Any] = {"true": True, "false": False, "none": None, "auto": None}
 # "auto" is a value of its own where the field is text
 _AUTO_TEXT = ("dtype", "device", "load_format")
@@ -117,6 +117,8 @@ def _changed(variant: Variant, item: str) -> Variant:
                 f"variant {variant.name!r}: engine {text!r} is not one of {', '.join(FACTORIES)}"
             )
         return Variant(variant.name, text, variant.changes)
+    if key == "reasons":  # the engine's own notes: no setting
+        raise ConfigError(f"variant {variant.name!r}: unknown EngineConfig key {key!r}")
     if key in SHARED_KEYS:
         raise ConfigError(
             f"variant {variant.name!r}: {key!r} is the same for all variants; use --{key}"

@@ -27,8 +27,11 @@ from tiny_vllm.metrics import Peaks
 from tiny_vllm.protocol import Engine
 
 PROGRESS_INTERVAL_S = 0.1
+TICK_S = 1.0  # longest silence towards the reporter, whatever the child does
 WARMUP_OUTPUT = 4
-# ("phase", text) | ("tokens", count) | ("result", value) | ("error", (kind, message))
+RUNNING = "running"  # the phase on the clock
+# ("phase", text) | ("tokens", count) | ("tick", None) from the parent itself |
+# ("result", value) | ("error", (kind, message))
 Event = tuple[str, Any]
 
 
@@ -96,7 +99,7 @@ def _measure(connection: Connection, spec: RunSpec) -> RunResult:
     connection.send(("phase", "warming up"))
     warm_up(engine, spec.requests)
     warm = time.perf_counter()
-    connection.send(("phase", "running"))
+    connection.send(("phase", RUNNING))
     before = copy(engine.ledger)
     driver = TraceDriver(
         engine,
@@ -207,7 +210,9 @@ class Child:
             ChildFailed: the child raised or died.
         """
         while True:
-            wait([self._receiver, self._process.sentinel])
+            if not wait([self._receiver, self._process.sentinel], TICK_S):
+                on_event(("tick", None))
+                continue
             if not self._receiver.poll():
                 raise self._died()
             try:

@@ -112,11 +112,51 @@ BUILDERS: dict[str, Callable[[Draw], list[TraceRequest]]] = {
     "cold-64x2k": _cold(64, 2048, 128),
     "forest": _forest,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A built-in workload in words: lengths in tokens, and what it is for."""
+
+    requests: str
+    prompt: str
+    output: str
+    shows: str
+
+
+DESCRIPTIONS: dict[str, Description] = {
+    "demo": Description(
+        *("16", "about 1500: one real document and a question each", "64"),
+        "The default: document questions as chats, in real text.",
+    ),
+    "shared-BxPk": Description(
+        *("B", "P x 1024 common + 64 own", "256 (shared-16x1.5k: 64)"),
+        "One prefix under many requests; B and P are yours, as in shared-32x8k.",
+    ),
+    "forest": Description(
+        *("128", "1024 common to all + 8192 of one of 8 documents + 64 own", "128"),
+        "A tree of prefixes: 16 questions on each document, interleaved.",
+    ),
+    "seed": Description(
+        *("2", "512 common + 1 own", "7679 (to MAX_SEQ_LEN, 8192)"),
+        "Long outputs: decoding alone, with hardly a prefix.",
+    ),
+    "single": Description(*("1", "1024", "512"), "One user alone: latency."),
+    "prefill-1x8k": Description(*("1", "8192", "1"), "Prefill alone."),
+    "prefill-1x32k": Description(*("1", "32768", "1"), "Prefill of a very long prompt."),
+    "cold-64x2k": Description(
+        *("64", "2048, all different", "128"),
+        "No prefix at all: what the cache costs where it cannot help.",
+    ),
+}
 RANDOM = frozenset({"single", "prefill-1x8k", "prefill-1x32k", "cold-64x2k"})
 NAMES = (*BUILDERS, "shared-32x8k", "shared-16x1.5k", "demo")
 
 
 def _builder(name: str) -> Callable[[Draw], list[TraceRequest]]:
+    if "/" in name or name.endswith((".jsonl", ".json")):
+        found = "is a folder" if Path(name).is_dir() else "no such trace file"
+        raise TraceError(f"workload {name!r}: {found}; give a JSONL file, one request a line")
     match = SHARED.fullmatch(name)
     if match and float(match[2]) > 0:
         output = SHARED_OUTPUT.get(name, 256)

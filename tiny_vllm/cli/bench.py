@@ -37,17 +37,20 @@ def bench(
         float, typer.Option(help="Shrinks all lengths of a built-in workload: 0 < F <= 1.")
     ] = 1.0,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=0, help="Output cap per request; 0 = no cap.")
+        int | None,
+        typer.Option(min=0, help="Output cap per request; 0 = no cap: the lengths of the trace."),
     ] = None,
     arrivals: Annotated[
         str | None,
         typer.Option(help="all: everything at once; recorded: as the trace says, if it does."),
     ] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="Run folder. Default: runs/<time>-<workload>.")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bars.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite the results in the --out folder.")
+    ] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")] = False,
 ) -> None:
     """Run one trace through several variants of the engine and compare them.
 
@@ -60,8 +63,6 @@ def bench(
     from tiny_vllm.bench.variants import parse_variants
 
     switches = _overridden(Switches.read(), engine, max_new_tokens)
-    if threads is not None:
-        engine = {**engine, "num_threads": threads}
     options = BenchOptions(
         workload=workload,
         variants=parse_variants(variants or ["origin,extended"]),
@@ -72,6 +73,7 @@ def bench(
         scale=scale,
         arrivals=arrivals,
         out=out,
+        force=force,
         quiet=quiet,
     )
     result = run_bench(options, model_shape(options), encoder_factory(options))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tiny_vllm.cli.console import StreamPrinter, check_prompt_length, note, open_llm, stats_line
-from tiny_vllm.cli.options import ENGINE, SAMPLING, sampling_params, with_flags
+from tiny_vllm.cli.options import ENGINE, SAMPLING, in_cli_words, sampling_params, with_flags
 from tiny_vllm.env import Switches
 from tiny_vllm.errors import InvalidRequestError
 from tiny_vllm.outputs import RequestOutput
@@ -19,6 +19,8 @@ from tiny_vllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from tiny_vllm.engine.llm import LLM
 
+# one answer per turn, shown as text
+CHAT_SAMPLING = SAMPLING.without("n", "logprobs", "prompt_logprobs")
 HELP = "/reset forgets the conversation, /exit ends it, Ctrl-C stops an answer"
 
 
@@ -44,6 +46,7 @@ class Conversation:
         self.switches = switches
         self.head = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.head)
+        self.failed_turns = 0
 
     def reset(self) -> None:
         """Forget everything but the system message."""
@@ -59,18 +62,21 @@ class Conversation:
         except KeyboardInterrupt:
             note("\n[stopped]")
         except InvalidRequestError as error:
-            note(f"error: {error}; /reset starts over")
+            note(f"error: {in_cli_words(str(error))}; /reset starts over")
+            self.failed_turns += 1
             return
         else:
             if not self._report(printer.last):
+                self.failed_turns += 1
                 return
         self.messages = [*asked, {"role": "assistant", "content": printer.text}]
 
     def _report(self, last: RequestOutput | None) -> bool:
         if last is None or last.error:
-            note(f"error: {last.error if last else 'the engine gave no output'}")
+            why = last.error if last else None
+            note(f"error: {in_cli_words(why or 'the engine gave no output')}")
             return False
-        note(stats_line(last))
+        note(stats_line(last, self.params.max_tokens))
         return True
 
     def run(self) -> None:
@@ -88,19 +94,23 @@ class Conversation:
                 self.turn(text)
 
 
-@with_flags(SAMPLING, ENGINE)
+@with_flags(CHAT_SAMPLING, ENGINE)
 def chat(
     system: Annotated[str | None, typer.Option(help="System message.")] = None,
     *,
     engine: dict[str, Any],
     sampling: dict[str, Any],
 ) -> None:
-    """Talk to a model; each turn shows how much of it came from the cache."""
+    """Talk to a model; each turn shows how much of it came from the cache.
+
+    Lines from a pipe are turns, too; the exit status is then 1 if one of them failed.
+    """
     switches = Switches.read()
     params = sampling_params(sampling, switches)
-    if params.n > 1:
-        raise InvalidRequestError(f"n={params.n}: a chat has one answer per turn, use n=1", "n")
     with open_llm(engine, switches) as llm:
         if sys.stdin.isatty():
             note(HELP)
-        Conversation(llm, params, switches, system).run()
+        conversation = Conversation(llm, params, switches, system)
+        conversation.run()
+    if conversation.failed_turns and not sys.stdin.isatty():
+        raise typer.Exit(1)

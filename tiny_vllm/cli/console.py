@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, cast
 import typer
 
 from tiny_vllm.cli.options import engine_settings
-from tiny_vllm.env import Switches
+from tiny_vllm.env import Switches, setting_notes
 from tiny_vllm.errors import RequestTooLongError
-from tiny_vllm.outputs import RequestOutput
+from tiny_vllm.outputs import FinishReason, RequestOutput
 
 if TYPE_CHECKING:
     from tiny_vllm.engine.llm import LLM
@@ -28,12 +28,14 @@ def note(text: str) -> None:
 
 @contextmanager
 def open_llm(flags: Mapping[str, Any], switches: Switches) -> Iterator["LLM"]:
-    """Load the model; reports switches without effect, and shuts the engine down at the end."""
+    """Load the model; reports settings without effect, and shuts the engine down at the end."""
     from tiny_vllm import LLM
 
-    llm = LLM(**engine_settings(flags, switches))
+    settings = engine_settings(flags, switches)
+    llm = LLM(**settings)
     try:
-        for sentence in switches.ineffective(llm.engine.info.device):
+        info = llm.engine.info
+        for sentence in setting_notes(settings, info.device, info.config):
             note(sentence)
         yield llm
     finally:
@@ -95,8 +97,17 @@ def stats(output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def stats_line(output: RequestOutput) -> str:
-    """One line of numbers for people."""
+def _cut_off(output: RequestOutput, max_tokens: int | None) -> str | None:
+    """Says that an answer did not end by itself, and at which limit."""
+    cut = [c for c in output.outputs if c.finish_reason is FinishReason.LENGTH]
+    if not cut:
+        return None
+    at_limit = any(len(c.token_ids) == max_tokens for c in cut)
+    return f"cut off by --max-tokens {max_tokens}" if at_limit else "cut off: the context is full"
+
+
+def stats_line(output: RequestOutput, max_tokens: int | None = None) -> str:
+    """One line of numbers for people; ``max_tokens`` is the limit that was asked for."""
     s = stats(output)
     parts = [f"{s['prompt_tokens']} prompt tokens, {s['cached_tokens']} of them cached"]
     parts.append(f"{s['generated_tokens']} generated")
@@ -104,4 +115,6 @@ def stats_line(output: RequestOutput) -> str:
         parts.append(f"{s['tokens_per_s']:.1f} tok/s")
     if s["ttft_ms"] is not None:
         parts.append(f"first token after {s['ttft_ms']:.0f} ms")
+    if (cut := _cut_off(output, max_tokens)) is not None:
+        parts.append(cut)
     return f"[{'; '.join(parts)}]"

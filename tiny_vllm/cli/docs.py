@@ -57,8 +57,64 @@ def cli_page() -> str:
         "",
     ]
     for name in COMMANDS:
-        lines += _command_section(name, group.commands[name])
+        lines += [*_command_section(name, group.commands[name]), *_extras(name)]
     return "\n".join(lines)
+
+
+def _extras(name: str) -> list[str]:
+    """What a command reads or writes besides its flags."""
+    return {"bench": _bench_formats, "generate": _json_line}.get(name, list)()
+
+
+def _bench_formats() -> list[str]:
+    from tiny_vllm.bench.trace import FIELD_HELP
+    from tiny_vllm.bench.workloads import DESCRIPTIONS
+
+    rows = ((f"`{k}`", d.requests, d.prompt, d.output, d.shows) for k, d in DESCRIPTIONS.items())
+    return [
+        "### Workloads",
+        "",
+        "Lengths in tokens, for one request. All requests arrive at once, decoding is greedy and "
+        "goes on after end-of-sequence tokens, so that every variant does the same work. Token ids "
+        "are drawn from `--seed`, but for `demo`. `--scale` shrinks all lengths.",
+        "",
+        *_table(("name", "requests", "prompt", "output", "shows"), rows),
+        "",
+        "### Trace files",
+        "",
+        "`--workload FILE`: JSONL, UTF-8, one request a line. Exactly one of the three prompt "
+        "fields is needed. With `arrival` in the lines the requests arrive as recorded, unless "
+        "`--arrivals all`.",
+        "",
+        *_table(("field", "meaning"), ((f"`{k}`", v) for k, v in FIELD_HELP.items())),
+        "",
+        "```",
+        '{"prompt": "Water boils at", "max_tokens": 16}',
+        '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 32, "arrival": 0.5}',
+        '{"prompt_token_ids": [504, 3575, 282], "max_tokens": 8, "arrival": 1.25}',
+        "```",
+        "",
+    ]
+
+
+def _json_line() -> list[str]:
+    from tiny_vllm.cli.generate import COMPLETION_HELP, JSON_HELP
+
+    def table(texts: dict[str, str]) -> list[str]:
+        return _table(("key", "meaning"), ((f"`{k}`", v) for k, v in texts.items()))
+
+    return [
+        "### The line of --json",
+        "",
+        "One object per prompt, in the order of the prompts. Keys without a value are null.",
+        "",
+        *table(JSON_HELP),
+        "",
+        "An object of `outputs`:",
+        "",
+        *table(COMPLETION_HELP),
+        "",
+    ]
 
 
 def _type_name(annotation: Any) -> str:
@@ -78,7 +134,7 @@ def _config_rows(group: FlagGroup) -> Iterable[tuple[str, ...]]:
         default = _default(item)
         if group is SAMPLING and item.default is None:
             default = "none"
-        flag_text = f"`--{flag.replace('_', '-')}`"
+        flag_text = "none" if name in group.hidden else f"`--{flag.replace('_', '-')}`"
         yield f"`{name}`", _type_name(item.type), default, flag_text, group.help[name]
 
 

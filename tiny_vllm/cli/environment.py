@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from tiny_vllm import __version__
-from tiny_vllm.env import SWITCH_HELP, Switches
+from tiny_vllm.env import SWITCH_HELP, Switches, setting_notes, usable_cpus
 
 PACKAGES = (
     "torch",
@@ -64,12 +64,6 @@ def _cpuinfo() -> dict[str, str]:
     return {key.strip(): value.strip() for key, value in pairs}
 
 
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def cpu_facts() -> dict[str, Any]:
     """Model, the vector features that decide the dtype, and the cores this process may use."""
     info = _cpuinfo()
@@ -78,7 +72,7 @@ def cpu_facts() -> dict[str, Any]:
         "model": info.get("model name") or platform.processor() or platform.machine(),
         "features": [name for name in CPU_FEATURES if name in flags],
         "cores": os.cpu_count(),
-        "usable_cores": _usable_cores(),
+        "usable_cores": len(usable_cpus()),
     }
 
 
@@ -153,18 +147,21 @@ def measured_peaks() -> dict[str, Any]:
 
 def collect() -> dict[str, Any]:
     """All facts, as plain data."""
-    Switches.read()  # a switch that cannot be parsed is an error here too
+    switches = Switches.read()  # a switch that cannot be parsed is an error here too
     names = (*SWITCH_HELP, *THREAD_VARIABLES)
+    torch = torch_facts()
+    device = "cuda" if torch.get("cuda_usable") else "cpu"
     return {
         "tiny_vllm": {"version": __version__, "path": str(Path(__file__).parents[1])},
         "python": {"version": platform.python_version(), "executable": sys.executable},
         "os": platform.platform(),
         "cpu": cpu_facts(),
         "memory": memory_facts(),
-        "torch": torch_facts(),
+        "torch": torch,
         "driver_gpus": driver_gpus(),
         "packages": package_versions(),
         "switches": {name: os.environ[name] for name in names if os.environ.get(name)},
+        "notes": setting_notes(switches.engine_settings(), device, {}),
     }
 
 

@@ -8,6 +8,7 @@ docs/config.md is generated from them.
 import dataclasses
 import functools
 import inspect
+import re
 import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,7 +66,7 @@ SAMPLING_HELP = {
     "stop_token_ids": "Token id that ends the output; may be repeated.",
     "include_stop_str_in_output": "Keep the stop text in the output.",
     "ignore_eos": "Go on after the model's end token.",
-    "logprobs": "Report this many most likely tokens per output token.",
+    "logprobs": "Report this many most likely tokens per output token (generate: with --json).",
     "prompt_logprobs": "The same per prompt token; bypasses the prefix cache.",
     "skip_special_tokens": "Leave special tokens out of the text.",
 }
@@ -78,17 +79,30 @@ SAMPLING_CLI_DEFAULTS: Mapping[str, Any] = {"temperature": 0.0, "max_tokens": 25
 
 @dataclass(frozen=True)
 class FlagGroup:
-    """The flags of one dataclass: ``parameter`` receives those that were given, by field name."""
+    """The flags of one dataclass: ``parameter`` receives those that were given, by field name.
+
+    ``hidden`` fields are documented, but for Python alone: no command has a use for them.
+    """
 
     cls: type
     parameter: str
     help: Mapping[str, str]
     panel: str
     renamed: Mapping[str, str] = field(default_factory=dict)  # field -> flag
+    more_names: Mapping[str, str] = field(default_factory=dict)  # field -> second name
     defaults: Mapping[str, Any] = field(default_factory=dict)  # shown in the help
+    hidden: frozenset[str] = frozenset()
+
+    def without(self, *names: str) -> "FlagGroup":
+        """The group with fewer flags, for a command that has no use for some."""
+        return dataclasses.replace(self, hidden=self.hidden | {*names})
+
+    def flags(self) -> Iterator[tuple[str, str, "dataclasses.Field[Any]"]]:
+        """The fields that have a flag."""
+        return (entry for entry in self.fields() if entry[0] not in self.hidden)
 
     def fields(self) -> Iterator[tuple[str, str, "dataclasses.Field[Any]"]]:
-        """Yield (field name, flag name with underscores, field) of every flag."""
+        """Yield (field name, flag name with underscores, field) of every field with a help."""
         for item in dataclasses.fields(self.cls):
             if item.name in self.help:
                 yield item.name, self.renamed.get(item.name, item.name), item
@@ -99,7 +113,15 @@ class FlagGroup:
         return None if item.default is dataclasses.MISSING else item.default
 
 
-ENGINE = FlagGroup(EngineConfig, "engine", ENGINE_HELP, "Engine", renamed={"seed": "engine_seed"})
+ENGINE = FlagGroup(
+    EngineConfig,
+    "engine",
+    ENGINE_HELP,
+    "Engine",
+    renamed={"seed": "engine_seed"},
+    more_names={"model": "-m", "num_threads": "--threads"},
+    hidden=frozenset({"skip_tokenizer_init"}),
+)
 SAMPLING = FlagGroup(
     SamplingParams, "sampling", SAMPLING_HELP, "Sampling", defaults=SAMPLING_CLI_DEFAULTS
 )
@@ -131,11 +153,11 @@ def _help_text(group: FlagGroup, item: "dataclasses.Field[Any]") -> str:
 
 
 def _parameters(group: FlagGroup) -> Iterator[inspect.Parameter]:
-    for _, flag, item in group.fields():
+    for name, flag, item in group.flags():
         value_type = _value_type(item.type)
         names = [_flag_name(flag, value_type is bool)]
-        if flag == "model":
-            names.append("-m")
+        if name in group.more_names:
+            names.append(group.more_names[name])
         option = typer.Option(
             *names,
             help=_help_text(group, item),
@@ -153,7 +175,7 @@ def _parameters(group: FlagGroup) -> Iterator[inspect.Parameter]:
 
 def _take_given(group: FlagGroup, values: dict[str, Any]) -> dict[str, Any]:
     given = {}
-    for name, flag, _ in group.fields():
+    for name, flag, _ in group.flags():
         value = values.pop(flag)
         if value is not None and value != []:
             given[name] = value
@@ -215,3 +237,28 @@ def sampling_params(flags: Mapping[str, Any], switches: Switches) -> SamplingPar
     if "logit_bias" in flags:
         values["logit_bias"] = _parse_bias(flags["logit_bias"])
     return SamplingParams(**values)
+
+
+def _spoken_names() -> dict[str, str]:
+    """Field name -> flag, for every flag."""
+    groups = (ENGINE, SAMPLING)
+    return {name: f"--{flag.replace('_', '-')}" for g in groups for name, flag, _ in g.flags()}
+
+
+_FIELD = re.compile(r"(?<![\w'\"./-])([a-z]\w*)(?![\w'\"-])(=\.\.\.|=)?")
+
+
+def in_cli_words(message: str) -> str:
+    """An error message of the library with its settings written as flags.
+
+    A word is taken for a setting when it holds an underscore, or a value follows it.
+    """
+    names = _spoken_names()
+
+    def spoken(match: re.Match[str]) -> str:
+        name, equals = match[1], match[2] or ""
+        if name not in names or not (equals or "_" in name):
+            return match[0]
+        return names[name] + (" ..." if equals == "=..." else equals)
+
+    return _FIELD.sub(spoken, message)

@@ -5,8 +5,10 @@ Owns prompt forms, fan-out of ``n`` and the caller's order. Several streams and
 """
 
 import itertools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Any, Protocol
 
 from tiny_vllm.config import EngineConfig
@@ -18,7 +20,9 @@ from tiny_vllm.sampling_params import SamplingParams
 from tiny_vllm.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
+# The mapping is vLLM's: {"prompt": text} or {"prompt_token_ids": ids}.
+Prompt = str | Sequence[int] | Sequence[Message] | Mapping[str, Any]
+PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids"})
 
 
 class _Progress(Protocol):
@@ -26,20 +30,22 @@ class _Progress(Protocol):
 
 
 class LLM:
-    """An engine with a tokenizer.
+    """An engine with a tokenizer; as a context manager it shuts down at the end of the block.
 
     Args:
         model: path, Hugging Face id, .gguf file or alias.
-        config: any field of `EngineConfig`, by name.
+        config: any field of `EngineConfig`, by name; ``tokenizer`` may be a path, too.
 
     Raises:
         ConfigError, ModelLoadError: names the value and the way out.
     """
 
-    def __init__(self, model: str = "smollm2-135m", **config: Any) -> None:
-        if not isinstance(model, str):
+    def __init__(self, model: str | os.PathLike[str] = "smollm2-135m", **config: Any) -> None:
+        names = {"model": model, "tokenizer": config.pop("tokenizer", None)}
+        config.update((key, _as_text(value)) for key, value in names.items())
+        if not isinstance(config["model"], str):
             raise ConfigError(f"model must be a path, an id or an alias, got {model!r}")
-        self.engine = ExtendedEngine.build(EngineConfig.create(model=model, **config))
+        self.engine = ExtendedEngine.build(EngineConfig.create(**config))
         self._mailboxes: dict[str, RequestOutput | None] = {}  # the newest output
         self._ids = itertools.count()
 
@@ -53,6 +59,21 @@ class LLM:
             )
         return self.engine.tokenizer
 
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer, by vLLM's name."""
+        return self.tokenizer
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.shutdown()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -64,7 +85,8 @@ class LLM:
         """Complete prompts; the outputs come back in the caller's order.
 
         Args:
-            prompts: one prompt or several; a prompt is text, token ids or chat messages.
+            prompts: one prompt or several; a prompt is text, token ids, chat messages, or
+                {"prompt": text} or {"prompt_token_ids": ids}.
             params: one for all, or one a prompt; default `SamplingParams()`.
             use_progress: show a progress bar on stderr.
 
@@ -112,6 +134,8 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt of another type, or without tokens.
         """
+        if isinstance(prompt, Mapping):
+            return self._encode_mapping(prompt)
         if isinstance(prompt, str):
             return prompt, self.tokenizer.encode(prompt)
         if _is_chat(prompt):
@@ -123,6 +147,25 @@ class LLM:
             f"a prompt is text, a list of token ids or a list of messages, got {prompt!r:.80}",
             "prompt",
         )
+
+    def _encode_mapping(self, prompt: Mapping[str, Any]) -> tuple[str | None, list[int]]:
+        unknown = [key for key in prompt if key not in PROMPT_KEYS]
+        if unknown or not prompt:
+            raise InvalidRequestError(
+                "a prompt as a dictionary has the key prompt (text) or prompt_token_ids, "
+                f"got {', '.join(map(repr, unknown)) or 'none'}",
+                "prompt",
+            )
+        text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+        if text is not None and not isinstance(text, str):
+            raise InvalidRequestError(f"prompt must be text, got {text!r:.80}", "prompt")
+        if token_ids is None:
+            return self.encode(text)  # type: ignore[arg-type]
+        if not _is_list(token_ids) or not all(isinstance(t, int) for t in token_ids):
+            raise InvalidRequestError(
+                f"prompt_token_ids must be a list of token ids, got {token_ids!r:.80}", "prompt"
+            )
+        return text, list(token_ids)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False while requests are running."""
@@ -230,12 +273,17 @@ def _is_chat(prompt: object) -> bool:
     return (
         isinstance(prompt, Sequence)
         and bool(prompt)
-        and all(isinstance(m, Mapping) for m in prompt)
+        and all(isinstance(m, Mapping) and not PROMPT_KEYS & m.keys() for m in prompt)
     )
 
 
+def _as_text(value: object) -> object:
+    """A path as text; anything else as it is."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+
 def _as_list(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str) or _is_chat(prompts):
+    if isinstance(prompts, (str, Mapping)) or _is_chat(prompts):
         return [prompts]
     if _is_list(prompts) and prompts and all(isinstance(t, int) for t in prompts):
         return [prompts]
