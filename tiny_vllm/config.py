@@ -29,6 +29,7 @@ SWITCHES = (
     "debug_checks",
     "skip_tokenizer_init",
 )
+LARGE_GPU = 64 << 30  # bytes
 MAX_HEAD_DIM = 256  # of the Triton attention kernel
 MAX_THREADS = 1024  # far more would end the process inside the thread library
 _T = TypeVar("_T")
@@ -45,9 +46,10 @@ def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
 
 def from_mapping(cls: type[_T], values: Mapping[str, Any]) -> _T:
     """Build a config dataclass from keywords; an unknown key names its nearest match."""
-    names = [f.name for f in dataclasses.fields(cls) if f.init]  # type: ignore[arg-type]
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    names = [f.name for f in fields if f.init and f.name != "reasons"]
     for key in values:
-        if key not in names:
+        if key not in names and key != "reasons":
             near = difflib.get_close_matches(key, names, 1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(names)}"
             raise ConfigError(f"unknown {cls.__name__} key {key!r}{hint}")
@@ -199,6 +201,7 @@ class HostFacts:
     has_cuda: bool = False
     cuda_reason: str = "no CUDA device"
     triton_fault: str | None = "no CUDA device"  # why Triton kernels cannot run; None if they can
+    gpu_memory_bytes: int = 0
     cpu_bf16: bool = False  # matrix products in bf16 are native (AVX512-BF16, AMX)
     num_cores: int = 1
     available_memory_bytes: int = 4 << 30
@@ -229,7 +232,7 @@ def resolve(config: EngineConfig, model: ModelConfig, host: HostFacts) -> Engine
     _resolve_device(config, host, pick, given)
     is_cpu = out["device"] == "cpu"
     _resolve_dtype(model, host, is_cpu, pick, given)
-    _resolve_lengths(config, model, is_cpu, out, pick, given)
+    _resolve_lengths(config, model, host, is_cpu, out, pick, given)
     if not given("num_threads"):
         pick("num_threads", host.num_cores, "OMP_NUM_THREADS, else all cores this process may use")
     _resolve_backend(config, model, host, is_cpu, pick, given)
@@ -286,7 +289,13 @@ def _resolve_dtype(
 
 
 def _resolve_lengths(
-    config: EngineConfig, model: ModelConfig, is_cpu: bool, out: Any, pick: Any, given: Any
+    config: EngineConfig,
+    model: ModelConfig,
+    host: HostFacts,
+    is_cpu: bool,
+    out: Any,
+    pick: Any,
+    given: Any,
 ) -> None:
     limit = model.max_position_embeddings
     if not given("max_model_len"):
@@ -303,6 +312,8 @@ def _resolve_lengths(
     max_len = out["max_model_len"]
     if not given("max_num_batched_tokens"):
         budget, reason = (1024, "measured default on cpu") if is_cpu else (8192, "default on cuda")
+        if not is_cpu and host.gpu_memory_bytes >= LARGE_GPU:
+            budget, reason = 16384, f"default of a GPU with {LARGE_GPU >> 30} GiB or more"
         if not config.enable_chunked_prefill and budget < max_len:
             budget, reason = max_len, "whole prompts must fit a step without chunked prefill"
         pick("max_num_batched_tokens", budget, reason)

@@ -22,12 +22,21 @@ class NewRequestData:
     """A request the runner sees for the first time, or again after preemption."""
 
     request_id: RequestId
-    token_ids: list[int]  # prompt + output so far (output is empty unless resumed)
-    num_prompt_tokens: int
+    prompt_token_ids: Sequence[int]  # shared with the request: nobody changes it
+    output_token_ids: list[int]  # so far; empty unless resumed
     params: SamplingParams
     block_ids: list[BlockId]  # the whole block table so far
     num_computed_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and output so far, a copy."""
+        return [*self.prompt_token_ids, *self.output_token_ids]
 
 
 @dataclass(slots=True)

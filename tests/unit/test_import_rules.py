@@ -37,7 +37,7 @@ ALLOWED: dict[str, frozenset[str]] = {
         "layers": "ops distributed",
         "models": "layers ops distributed weights",
         "weights": "distributed",
-        "worker": "models weights attention sampler distributed layers.decoder_layer",
+        "worker": "models weights attention sampler distributed layers.decoder_layer ops",
         "origin": "ops.memory models weights sampler tokenizer layers.decoder_layer",
         "engine": "core worker distributed tokenizer metrics",
         "analyze": "core metrics bench.trace",
@@ -52,7 +52,9 @@ ALLOWED: dict[str, frozenset[str]] = {
 # part -> parts it may import inside functions only, or under TYPE_CHECKING
 LAZY: dict[str, frozenset[str]] = {
     "__init__": frozenset({"engine"}),
-    "bench": frozenset({"engine", "origin", "tokenizer"}),
+    "bench": frozenset(
+        "engine origin tokenizer ops attention models weights sampler logits".split()
+    ),
     "cli": frozenset(ALLOWED),
 }
 
@@ -61,7 +63,10 @@ TORCH = frozenset(
     "ops distributed attention logits sampler layers models weights worker origin".split()
 )
 # the two bench modules that measure a device; a run's own process imports them
-TORCH_MODULES = frozenset({"tiny_vllm.bench.device", "tiny_vllm.bench.peaks"})
+TORCH_MODULES = frozenset(
+    f"tiny_vllm.bench.{name}"
+    for name in "device peaks kernel_forest kernel_layers kernel_run kernel_samplers kernel_timing".split()
+)
 TORCH_LAZY = frozenset({"bench", "cli", "engine"})
 NUMPY = TORCH | {"bench", "engine"}
 # base modules need the standard library only, but for these, inside functions

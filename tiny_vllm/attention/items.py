@@ -64,6 +64,18 @@ class _Columns:
     part: list[int] = field(default_factory=list)
     length: list[int] = field(default_factory=list)  # of an open range too, for the order
 
+    def add_tiles(
+        self, row: int, begin: int, ends: IntArray, first: IntArray, sizes: IntArray, part: int
+    ) -> None:
+        """Many tiles of one row, each from ``begin`` to its end."""
+        self.row += [row] * len(ends)
+        self.begin += [begin] * len(ends)
+        self.end += ends.tolist()
+        self.q_begin += first.tolist()
+        self.q_count += sizes.tolist()
+        self.part += [part] * len(ends)
+        self.length += (ends - begin).tolist()
+
     def add(self, row: int, begin: int, end: int, q: tuple[int, int], part: int, stop: int) -> None:
         self.row.append(row)
         self.begin.append(begin)
@@ -99,7 +111,7 @@ class ItemPlanner:
         fits: Callable[[ItemPlan], bool] | None = None,
         skip: IntArray | None = None,
     ) -> ItemPlan:
-        """Plan a step; ranges are made longer until the plan ``fits``.
+        """Plan a step; ranges are made longer until the plan ``fits``, then nothing is shared.
 
         Args:
             skip: bool [B], chunks that run elsewhere: they get no items.
@@ -117,7 +129,11 @@ class ItemPlanner:
         plan = _Build(self, batch, forest, stretch, skip).plan()
         while fits is not None and not fits(plan):
             stretch *= 2
-            assert stretch < _UNCUT, "even uncut ranges do not fit"
+            if stretch > _UNCUT:
+                break
+            if stretch == _UNCUT:  # each token has as many parts as shared runs: share nothing
+                none = np.zeros(len(lens), np.int64)
+                forest = Forest(none, none.copy())
             plan = _Build(self, batch, forest, stretch, skip).plan()
         return plan
 
@@ -164,7 +180,7 @@ class _Build:
         widest = max((len(run.rows) for run in forest.runs), default=0)
         is_wide = planner.tile_rows(widest) > TILE_ROWS[0]
         joins = self._decodes and is_wide and len(self._lens) <= planner.max_joined_rows
-        self._tail_class = TILE_ROWS[1] if joins else TILE_ROWS[0]
+        self._tail_class = max(planner.tile_rows(1), TILE_ROWS[joins])
         self._columns = {m: _Columns() for m in TILE_ROWS}
         self._valid_until = np.full(len(self._lens), np.iinfo(np.int64).max)
         self._tokens_read = int((self._ends - self._tail_start).sum())
@@ -271,16 +287,24 @@ class _Build:
         start, count = int(self._starts[row]), int(self._lens[row])
         computed, begin = int(self._batch.num_computed[row]), int(self._tail_start[row])
         columns = self._columns[tile_rows]
+        self._valid_until[row] = computed
+        part = int(self._num_parts[start])
+        if segment >= computed + count - begin // segment * segment:  # one item a tile
+            firsts = np.arange(0, count, per_tile)
+            sizes = np.minimum(per_tile, count - firsts)
+            ends = computed + firsts + sizes
+            columns.add_tiles(row, begin, ends, start + firsts, sizes, part)
+            self._num_parts[start : start + count] = part + 1
+            return
         for first in range(0, count, per_tile):
             size = min(per_tile, count - first)
             end = computed + first + size
-            part = int(self._num_parts[start + first])
+            parts = part
             cuts = _cuts(begin, end, segment)
             for a, b in zip(cuts, cuts[1:], strict=False):
-                columns.add(row, a, b, (start + first, size), part, b)
-                part += 1
-            self._num_parts[start + first : start + first + size] = part
-        self._valid_until[row] = computed
+                columns.add(row, a, b, (start + first, size), parts, b)
+                parts += 1
+            self._num_parts[start + first : start + first + size] = parts
 
     def _sorted(self, c: _Columns) -> IntArray:
         table = np.zeros((len(c.row), 8), np.int32)

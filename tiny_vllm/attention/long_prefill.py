@@ -16,6 +16,7 @@ from tiny_vllm.attention.metadata import AttentionBatch, IntArray
 from tiny_vllm.config import ModelConfig
 from tiny_vllm.logger import get_logger
 from tiny_vllm.ops.attention import attention_cudnn, merge_partials
+from tiny_vllm.ops.memory import to_device
 
 MIN_TOKENS = 4096  # below it the forest kernel is as fast
 GRANULE = 1024
@@ -30,7 +31,7 @@ class LongChunk:
     start: int
     length: int
     num_computed: int
-    slots: Tensor  # int64, cache slots of positions 0 .. num_computed + length
+    slots: Tensor | slice  # cache slots of positions 0 .. num_computed + length
 
 
 class LongPrefill:
@@ -53,12 +54,17 @@ class LongPrefill:
         )
         self._dtype = dtype
 
-    def warm_up(self, max_tokens: int) -> None:
-        """Let cuDNN plan the usual shapes; switches itself off where it cannot run."""
-        lengths = range(MIN_TOKENS, min(max_tokens, 2 * MIN_TOKENS) + 1, GRANULE)
+    def warm_up(self, max_tokens: int, keys: Tensor) -> None:
+        """Let cuDNN plan the usual shapes; switches itself off where it cannot run.
+
+        Args:
+            keys: one layer of the pool, whose strides are part of a plan.
+        """
+        longest = min(max_tokens, keys.shape[1], 2 * MIN_TOKENS)
         try:
-            for length in lengths if self.is_enabled else ():
-                q, k = self._empty(length, length)
+            for length in range(MIN_TOKENS, longest + 1, GRANULE) if self.is_enabled else ():
+                q, _ = self._empty(length, 0)
+                k = keys[None, :, :length]
                 attention_cudnn(q, k, k, self._scale, causal=True)
         except RuntimeError as error:
             self.is_enabled = False
@@ -68,15 +74,18 @@ class LongPrefill:
         heads, kv_heads, head_dim = (
             self._config.num_heads, self._config.num_kv_heads, self._config.head_dim,
         )  # fmt: skip
-        kind = {"dtype": self._dtype, "device": self._device}
-        q = torch.zeros((num_queries, heads, head_dim), **kind).transpose(0, 1)[None]
-        return q, torch.zeros((1, kv_heads, num_keys, head_dim), **kind)
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=self._dtype, device=self._device)
+
+        q = zeros(num_queries, heads, head_dim).transpose(0, 1)[None]
+        return q, zeros(1, kv_heads, num_keys, head_dim)
 
     def takes(self, batch: AttentionBatch) -> IntArray:
         """bool [B]: rows with a long chunk whose start suits the shapes."""
         if not self.is_enabled:
             return np.zeros(len(batch.num_computed), bool)
-        return (batch.query_lens >= MIN_TOKENS) & (batch.num_computed % GRANULE == 0)
+        return (batch.query_lens >= MIN_TOKENS) & (batch.num_computed % MIN_TOKENS == 0)
 
     def chunks(self, batch: AttentionBatch, rows: IntArray) -> list[LongChunk]:
         """The chunks of the rows marked in ``rows``."""
@@ -85,9 +94,14 @@ class LongPrefill:
             length, computed = int(batch.query_lens[row]), int(batch.num_computed[row])
             position = np.arange(computed + length)
             blocks = batch.block_tables[row, position // self._block_size].astype(np.int64)
-            slots = torch.from_numpy(blocks * self._block_size + position % self._block_size)
+            slots = blocks * self._block_size + position % self._block_size
+            begin = int(slots[0])
+            if (slots == begin + position).all():  # a view then, no copy
+                place: Tensor | slice = slice(begin, begin + len(slots))
+            else:
+                place = to_device(slots, self._device)
             start = int(batch.query_start_loc[row])
-            chunks.append(LongChunk(start, length, computed, slots.to(self._device)))
+            chunks.append(LongChunk(start, length, computed, place))
         return chunks
 
     def run(self, chunk: LongChunk, q: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
@@ -99,19 +113,27 @@ class LongPrefill:
         """
         length, first = chunk.length, chunk.num_computed
         padded = -(-length // GRANULE) * GRANULE
-        queries, _ = self._empty(padded, 0)
-        queries[0, :, :length] = q[chunk.start : chunk.start + length].transpose(0, 1)
-        own = chunk.slots[first:]
-        k, v = (self._gather(x, own, padded) for x in (keys, values))
+        queries = q[chunk.start : chunk.start + length].transpose(0, 1)[None]
+        if padded > length:
+            whole, _ = self._empty(padded, 0)
+            whole[:, :, :length] = queries
+            queries = whole
+        k, v = (self._take(x, chunk.slots, first, first + length, padded) for x in (keys, values))
         result, lse = attention_cudnn(queries, k, v, self._scale, causal=True)
         if first:
-            k, v = (self._gather(x, chunk.slots[:first], first) for x in (keys, values))
+            k, v = (self._take(x, chunk.slots, 0, first, first) for x in (keys, values))
             before = attention_cudnn(queries, k, v, self._scale, causal=False)
             result, _ = merge_partials((result, before[0]), (lse, before[1]))
         out[chunk.start : chunk.start + length] = result[0, :, :length].transpose(0, 1)
 
-    def _gather(self, cache: Tensor, slots: Tensor, padded: int) -> Tensor:
-        taken = cache.index_select(1, slots)
-        if padded > taken.shape[1]:
-            taken = torch.nn.functional.pad(taken, (0, 0, 0, padded - taken.shape[1]))
+    def _take(
+        self, cache: Tensor, slots: Tensor | slice, begin: int, end: int, padded: int
+    ) -> Tensor:
+        """Positions begin .. end of a row, [1, kv_heads, padded, head_dim], zeros at the end."""
+        if isinstance(slots, slice):
+            taken = cache[:, slots.start + begin : slots.start + end]
+        else:
+            taken = cache.index_select(1, slots[begin:end])
+        if padded > end - begin:
+            taken = torch.nn.functional.pad(taken, (0, 0, 0, padded - (end - begin)))
         return taken[None]

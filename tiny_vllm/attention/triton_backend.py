@@ -6,7 +6,7 @@ plan of a decoding batch at fixed addresses, so that a CUDA graph replays whatev
 forest looks like.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -19,6 +19,7 @@ from tiny_vllm.attention.long_prefill import LongChunk, LongPrefill
 from tiny_vllm.attention.metadata import AttentionBatch, IntArray
 from tiny_vllm.config import ModelConfig
 from tiny_vllm.ops.kernels.attention import TileConfig, forest_attention, merge_parts, tile_config
+from tiny_vllm.ops.kernels.launch import use_pdl
 from tiny_vllm.ops.kernels.rotary import rotary_store
 from tiny_vllm.ops.rotary import RotaryEmbedding
 from tiny_vllm.protocol import KvBytes
@@ -26,6 +27,7 @@ from tiny_vllm.protocol import KvBytes
 _ALIGN = 32  # int32 entries: arrays of one upload start at 128 bytes
 _MAX_DECODE_ITEMS = 8192
 _DECODE_PART_BYTES = 256 << 20
+_STEP_PARTS = 3  # partial results a token, for which a long step has room
 _INTERPRETER_SMS = 2
 
 
@@ -50,21 +52,24 @@ class TritonStep:
     """What the layers of one step read, all on the device; `FusedAttend` of that step.
 
     Attributes:
-        items: tile rows -> (int32 [n, 8], int32 [1] count, programs of the grid, how the
-            kernel is compiled).
+        items: tile rows -> (int32 [n, 8], programs of the grid, how the kernel is compiled).
+        counts: int32 [classes], items of each class in the order of TILE_ROWS.
         has_parts: some token is merged from partial results.
+        is_decode: every row is one token, and an item of it has the open end.
     """
 
     backend: "TritonAttention"
     positions: Tensor
     rows: Tensor
     block_table: Tensor
-    items: dict[int, tuple[Tensor, Tensor, int, TileConfig]]
+    items: dict[int, tuple[Tensor, int, TileConfig]]
+    counts: Tensor
     q_index: Tensor
     part_start: Tensor
     parts: tuple[Tensor, Tensor]
     has_parts: bool
     long_chunks: list[LongChunk] = field(default_factory=list)
+    is_decode: bool = False
 
     def attend_qkv(
         self,
@@ -77,23 +82,29 @@ class TritonStep:
         backend, config = self.backend, self.backend.config
         keys, values = backend.keys[layer], backend.values[layer]
         cos, sin = rotary.tables
-        q_norm, k_norm, eps = norms if norms is not None else (None, None, 0.0)
-        q = rotary_store(
-            qkv, self.positions, self.rows, self.block_table, cos, sin, keys, values,
-            num_heads=config.num_heads, block_size=backend.block_size,
-            q_norm=q_norm, k_norm=k_norm, eps=eps,
-        )  # fmt: skip
-        out = torch.empty_like(q)
-        for rows, (items, count, programs, tile) in self.items.items():
+        heads, head_dim = config.num_heads, config.head_dim
+        rotate = None
+        # Where only narrow tiles run, the attention kernel rotates on its way (measured).
+        if self.is_decode and norms is None and set(self.items) == {TILE_ROWS[0]}:
+            q, rotate = qkv[:, : heads * head_dim].unflatten(1, (heads, head_dim)), (cos, sin)
+        else:
+            q_norm, k_norm, eps = norms if norms is not None else (None, None, 0.0)
+            q = rotary_store(
+                qkv, self.positions, self.rows, self.block_table, cos, sin, keys, values,
+                num_heads=heads, block_size=backend.block_size,
+                q_norm=q_norm, k_norm=k_norm, eps=eps, pdl=backend.pdl,
+            )  # fmt: skip
+        out = torch.empty((len(q), heads, head_dim), dtype=q.dtype, device=q.device)
+        for rows, (items, programs, tile) in self.items.items():
             forest_attention(
-                q, keys, values, out, self.parts, items, count, self.q_index,
+                q, keys, values, out, self.parts, items, self.counts, self.q_index,
                 self.positions, self.part_start, self.block_table,
                 scale=backend.scale, block_size=backend.block_size, block_m=rows,
-                num_programs=programs, config=tile,
-                window=config.layer_window(layer),
+                class_index=TILE_ROWS.index(rows), num_programs=programs, config=tile,
+                window=config.layer_window(layer), rotate=rotate, pdl=backend.pdl,
             )  # fmt: skip
         if self.has_parts:
-            merge_parts(self.parts, self.part_start, out)
+            merge_parts(self.parts, self.part_start, out, pdl=backend.pdl)
         for chunk in self.long_chunks:
             backend.long_prefill.run(chunk, q, keys, values, out)
         return out.view(out.shape[0], -1)
@@ -105,6 +116,7 @@ class TritonAttention:
     Args:
         config: shape of the model.
         num_blocks, block_size: size of the KV pool.
+        max_tokens: tokens of the longest step.
     """
 
     def __init__(
@@ -116,7 +128,9 @@ class TritonAttention:
         device: torch.device,
         *,
         share: bool = True,
+        max_tokens: int = 8192,
     ) -> None:
+        self._step_part_bytes = step_part_bytes(config, max_tokens)
         self.config, self.block_size, self.device = config, block_size, device
         self.scale = config.head_dim**-0.5
         self._dtype = dtype
@@ -126,6 +140,7 @@ class TritonAttention:
         self.values = torch.zeros(shape, dtype=dtype, device=device).unbind()
         sms, capability = _device_facts(device)
         self._sms, self._capability = sms, capability
+        self.pdl = use_pdl(device)
         self.long_prefill = LongPrefill(config, block_size, dtype, device)
         group = config.num_heads // config.num_kv_heads
         self.planner = ItemPlanner(group, config.num_kv_heads, block_size, 2 * sms, share=share)
@@ -133,31 +148,55 @@ class TritonAttention:
     def plan(self, batch: AttentionBatch) -> tuple[TritonStep, KvBytes]:
         """Plan a step of any kind."""
         is_long = self.long_prefill.takes(batch)
-        plan = self.planner.build(batch, skip=is_long)
+        plan = self.planner.build(batch, self._fits, skip=is_long)
         row_of_token = np.repeat(np.arange(len(batch.num_computed)), batch.query_lens)
-        counts = np.array([len(table) for table in plan.items.values()], np.int32)
+        counts = np.array([len(plan.items.get(rows, ())) for rows in TILE_ROWS], np.int32)
         arrays = [batch.positions(), row_of_token, batch.block_tables, plan.q_index]
         arrays += [plan.part_start, counts, *plan.items.values()]
-        positions, rows, table, q_index, part_start, count, *items = upload(arrays, self.device)
+        positions, rows, table, q_index, part_start, counts_there, *items = upload(
+            arrays, self.device
+        )
         by_class = {}
         for i, (tile_rows, table_of) in enumerate(plan.items.items()):
             works = len(table_of) * self.config.num_kv_heads
             tile, programs = self.tile(tile_rows, works)
-            by_class[tile_rows] = (items[i], count[i : i + 1], min(programs, works), tile)
+            by_class[tile_rows] = (items[i], min(programs, works), tile)
         step = TritonStep(
-            self, positions, rows, table, by_class, q_index, part_start,
+            self, positions, rows, table, by_class, counts_there, q_index, part_start,
             self.new_parts(plan.num_slots), plan.num_slots > 0,
             self.long_prefill.chunks(batch, is_long),
         )  # fmt: skip
         return step, self.kv_bytes(batch, plan)
 
+    def warm_up(self, forward: Callable[..., Tensor], max_tokens: int) -> None:
+        """Compile and plan what steps outside the decode loop need; nothing is stored.
+
+        Args:
+            forward: the decoder's fused pass, (input ids, positions, step).
+        """
+        self.long_prefill.warm_up(max_tokens, self.keys[0])
+        count = 2 * TILE_ROWS[0]  # padded tokens; too many for the products of a few rows
+        arrays = [np.full(count, -1), np.zeros(count), np.zeros((1, 1)), np.zeros(count)]
+        arrays += [np.zeros(count + 1), np.zeros(len(TILE_ROWS)), np.zeros((1, 8))]
+        positions, rows, table, q_index, starts, counts, items = upload(arrays, self.device)
+        ids = torch.zeros(count, dtype=torch.int64, device=self.device)
+        for num_works in (0, 1 << 30):
+            classes = {m: (items, 1, self.tile(m, num_works)[0]) for m in TILE_ROWS}
+            step = TritonStep(
+                self, positions, rows, table, classes, counts, q_index, starts,
+                self.new_parts(1), True,
+            )  # fmt: skip
+            forward(ids, positions, step)
+
     def tile(self, tile_rows: int, num_works: int) -> tuple[TileConfig, int]:
         """How to compile a tile class, and the programs that fill the GPU with it."""
         is_busy = num_works > 4 * self._sms
-        tile = tile_config(
-            tile_rows, self.config.head_dim, self._dtype, self._capability, is_busy
-        )
+        tile = tile_config(tile_rows, self.config.head_dim, self._dtype, self._capability, is_busy)
         return tile, self._sms * tile.programs_per_sm
+
+    def _fits(self, plan: ItemPlan) -> bool:
+        """Partial results of a step outside the decode loop stay within what was set aside."""
+        return plan.num_slots * part_bytes(self.config) <= self._step_part_bytes
 
     def new_parts(self, num_slots: int) -> tuple[Tensor, Tensor]:
         """Room for partial results, not initialised."""
@@ -178,6 +217,21 @@ class TritonAttention:
 
     def scrub(self, block_ids: IntArray) -> None:
         """Nothing to do: the kernel never multiplies by what a request may not see."""
+
+
+def part_bytes(config: ModelConfig) -> int:
+    """Bytes of one partial result: float32 output and log-sum-exp of all heads."""
+    return 4 * config.num_heads * (config.head_dim + 1)
+
+
+def step_part_bytes(config: ModelConfig, max_tokens: int) -> int:
+    """Memory that the partial results of a step outside the decode loop may take."""
+    return max(_DECODE_PART_BYTES, _STEP_PARTS * max_tokens * part_bytes(config))
+
+
+def working_bytes(config: ModelConfig, max_tokens: int) -> int:
+    """Memory of the backend beside the KV pool, at most."""
+    return _DECODE_PART_BYTES + step_part_bytes(config, max_tokens)
 
 
 def _device_facts(device: torch.device) -> tuple[int, int]:
@@ -204,8 +258,7 @@ class DecodeBuffers:
         self._rows = torch.arange(max_rows, dtype=torch.int32, device=device)
         self._table = torch.zeros((max_rows, max_blocks), dtype=torch.int32, device=device)
         config = backend.config
-        slot_bytes = 4 * config.num_heads * (config.head_dim + 1)
-        self._max_slots = max(4 * max_rows, _DECODE_PART_BYTES // slot_bytes)
+        self._max_slots = _DECODE_PART_BYTES // part_bytes(config)
         self._parts = backend.new_parts(self._max_slots)
         sizes = [max_rows + 1, 4, max_rows * 16, *[_MAX_DECODE_ITEMS * 8] * len(TILE_ROWS)]
         self._ints = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
@@ -266,9 +319,9 @@ class DecodeBuffers:
         items = {}
         for rows in classes:
             tile, programs = backend.tile(rows, num_rows * backend.config.num_kv_heads)
-            count = self._counts[TILE_ROWS.index(rows) :][:1]
-            items[rows] = (self._items[rows], count, programs, tile)
+            items[rows] = (self._items[rows], programs, tile)
         return TritonStep(
             backend, self.positions[:num_rows], self._rows[:num_rows], self._table, items,
-            self._q_index, self._part_start, self._parts, has_parts,
+            self._counts, self._q_index, self._part_start, self._parts, has_parts,
+            is_decode=True,
         )  # fmt: skip

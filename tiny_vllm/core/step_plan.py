@@ -1,7 +1,7 @@
 """One step being built: the token budget that is left and the messages so far.
 
 Lives for one scheduling round. Invariant: ``budget`` plus the scheduled tokens is the
-step's token budget; the order of `add_*` calls is the order of the batch.
+step's token budget; the order of `add_*` calls is the order of the batch, decodes first.
 """
 
 from tiny_vllm.protocol import CachedRequestData, NewRequestData, SchedulerOutput
@@ -17,16 +17,15 @@ class StepPlan:
         self.requests: dict[RequestId, Request] = {}
         self.output = SchedulerOutput(step=step, removed_request_ids=removed)
 
-    def add_decode(self, request: Request, new_block_ids: list[BlockId]) -> None:
-        """A running request feeds back its newest token."""
-        request_id, output = request.request_id, self.output
-        output.cached_requests.append(
-            CachedRequestData(request_id, new_block_ids, request.num_computed_tokens)
-        )
-        output.num_scheduled_tokens[request_id] = 1
-        output.num_decode_tokens += 1
-        self.requests[request_id] = request
-        self.budget -= 1
+    def add_decodes(
+        self, requests: dict[RequestId, Request], messages: list[CachedRequestData]
+    ) -> None:
+        """Running requests that feed back their newest token, all at once: the hot path."""
+        self.requests.update(requests)
+        self.output.cached_requests += messages
+        self.output.num_scheduled_tokens.update(dict.fromkeys(requests, 1))
+        self.output.num_decode_tokens += len(requests)
+        self.budget -= len(requests)
 
     def add_prefill(self, request: Request, new_block_ids: list[BlockId], num_tokens: int) -> None:
         """A running request goes on with its prompt (or its recomputation)."""
@@ -39,8 +38,8 @@ class StepPlan:
         """A request the runner does not hold: new, or resumed after preemption."""
         data = NewRequestData(
             request_id=request.request_id,
-            token_ids=list(request.token_ids),
-            num_prompt_tokens=request.num_prompt_tokens,
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=request.output_token_ids,
             params=request.params,
             block_ids=list(request.block_ids),
             num_computed_tokens=request.num_computed_tokens,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tiny_vllm.layers.decoder_layer import DecoderLayer, FusedAttend
 from tiny_vllm.ops.kernels.activation import silu_mul
+from tiny_vllm.ops.kernels.launch import use_pdl
 from tiny_vllm.ops.kernels.linear import linear_add_, norm_gated, norm_linear, norm_lm_head
 from tiny_vllm.ops.kernels.norm import rms_norm
 from tiny_vllm.ops.linear import Linear
@@ -29,6 +30,7 @@ class FusedLayer:
         self._input_norm, self._post_norm = plain.input_norm, plain.post_norm
         self._qkv, self._out, self._down = plain.qkv, plain.out, plain.down
         self._gate_up = _rejoin(plain.gate, plain.up)
+        self._pdl = use_pdl(plain.input_norm.device)
         self._norms = None
         if plain.q_norm is not None and plain.k_norm is not None:
             self._norms = (plain.q_norm, plain.k_norm, self._eps)
@@ -38,20 +40,20 @@ class FusedLayer:
         if hidden.shape[0] <= MAX_SKINNY_ROWS and self._gate_up.bias is None:
             self._run_skinny(hidden, rotary, attend)
             return
-        qkv = self._qkv(rms_norm(hidden, self._input_norm, self._eps))
+        qkv = self._qkv(rms_norm(hidden, self._input_norm, self._eps, pdl=self._pdl))
         context = attend.attend_qkv(self._index, qkv, rotary, self._norms)
         _add_product(hidden, context, self._out)
-        gate_up = self._gate_up(rms_norm(hidden, self._post_norm, self._eps))
-        _add_product(hidden, silu_mul(gate_up), self._down)
-
+        x = rms_norm(hidden, self._post_norm, self._eps, pdl=self._pdl)
+        _add_product(hidden, silu_mul(self._gate_up(x), pdl=self._pdl), self._down)
 
     def _run_skinny(self, hidden: Tensor, rotary: RotaryEmbedding, attend: FusedAttend) -> None:
-        eps, qkv, out, down = self._eps, self._qkv, self._out, self._down
-        projected = norm_linear(hidden, self._input_norm, eps, qkv.weight, qkv.bias)
+        eps, pdl = self._eps, self._pdl
+        qkv, out, down = self._qkv, self._out, self._down
+        projected = norm_linear(hidden, self._input_norm, eps, qkv.weight, qkv.bias, pdl=pdl)
         context = attend.attend_qkv(self._index, projected, rotary, self._norms)
-        linear_add_(hidden, context, out.weight, out.bias)
-        gated = norm_gated(hidden, self._post_norm, eps, self._gate_up.weight)
-        linear_add_(hidden, gated, down.weight, down.bias)
+        linear_add_(hidden, context, out.weight, out.bias, pdl=pdl)
+        gated = norm_gated(hidden, self._post_norm, eps, self._gate_up.weight, pdl=pdl)
+        linear_add_(hidden, gated, down.weight, down.bias, pdl=pdl)
 
 
 class FusedDecoder:
@@ -63,14 +65,16 @@ class FusedDecoder:
         self.layers = [FusedLayer(layer) for layer in layers]
         self._final_norm, self._head, self._eps = final_norm, head, eps
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """Final norm and output projection, never rounded: [N, hidden] -> float32 [N, vocab]."""
         if hidden.shape[0] <= MAX_SKINNY_ROWS:
-            return norm_lm_head(hidden, self._final_norm, self._eps, self._head)
+            pdl = use_pdl(hidden.device)
+            return norm_lm_head(hidden, self._final_norm, self._eps, self._head, out, pdl=pdl)
         hidden = rms_norm(hidden, self._final_norm, self._eps)
         if hidden.is_cuda and hidden.dtype is not torch.float32:
-            return torch.mm(hidden, self._head.t(), out_dtype=torch.float32)
-        return (hidden @ self._head.t()).float()
+            return torch.mm(hidden, self._head.t(), out_dtype=torch.float32, out=out)
+        logits = (hidden @ self._head.t()).float()
+        return logits if out is None else out.copy_(logits)
 
 
 def _add_product(hidden: Tensor, x: Tensor, linear: Linear) -> None:

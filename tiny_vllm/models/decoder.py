@@ -108,9 +108,12 @@ class Decoder:
         return hidden
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Final norm and output projection: [N, hidden] -> float32 [N, vocab]."""
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Final norm and output projection: [N, hidden] -> float32 [N, vocab].
+
+        ``out`` is where a fused decoder writes them.
+        """
         if self._fused is not None:
-            return self._fused.logits(hidden)
+            return self._fused.logits(hidden, out)
         hidden = rms_norm(hidden, self._final_norm, self.config.rms_norm_eps)
         return self._head(hidden).float()

@@ -20,6 +20,7 @@ def host_facts() -> HostFacts:
         has_cuda=has_cuda,
         cuda_reason=reason,
         triton_fault=_triton_fault() if has_cuda else reason,
+        gpu_memory_bytes=_gpu_memory() if has_cuda else 0,
         cpu_bf16=_cpu_has_bf16(),
         num_cores=usable_cores(),
         available_memory_bytes=available_memory_bytes(),
@@ -43,6 +44,10 @@ def _triton_fault() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the triton package is not installed"
     return None
+
+
+def _gpu_memory() -> int:
+    return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 def _cpu_has_bf16() -> bool:

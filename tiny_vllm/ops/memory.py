@@ -14,3 +14,11 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
         return torch.zeros(shape, dtype=dtype, device=device)
     raw = np.zeros((*shape[:-1], shape[-1] * dtype.itemsize), dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype)
+
+
+def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    """Copy an array without waiting for what the device runs (through pinned memory)."""
+    host = torch.from_numpy(values)
+    if device.type != "cuda":
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)

@@ -22,6 +22,7 @@ from tiny_vllm.attention.triton_backend import DecodeBuffers, TritonAttention
 from tiny_vllm.logger import get_logger
 from tiny_vllm.models.decoder import Decoder
 from tiny_vllm.ops.kernels.sample import Advance, greedy
+from tiny_vllm.ops.memory import to_device
 from tiny_vllm.protocol import KvBytes
 from tiny_vllm.worker.input_batch import BatchRow
 
@@ -83,6 +84,9 @@ class DecodeLoop:
             for _ in range(_RING)
         ]
         self._turn = 0
+        # One for all graphs: each would keep its own.
+        vocab_size = backend.config.vocab_size
+        self._logits = torch.zeros((max_rows, vocab_size), device=self._device)
         self._use_graphs = use_graphs and pin
         self._graphs: dict[Variant, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None  # memory that all graphs share
@@ -99,11 +103,11 @@ class DecodeLoop:
         group = self._backend.config.num_heads // self._backend.config.num_kv_heads
         small, wide = TILE_ROWS[:2]
         for bucket in reversed(self._buckets):  # largest first: smaller ones reuse its memory
-            self._graph((bucket, (small,), True))
+            for has_parts in (False, True):
+                self._graph((bucket, (small,), has_parts))
             if bucket * group > small:
                 joined = (wide,) if bucket <= MAX_JOINED_ROWS else (small, wide)
                 self._graph((bucket, joined, True))
-        self._graph((1, TILE_ROWS[:1], False))
         torch.cuda.synchronize(self._device)
         self.graph_memory_bytes = torch.cuda.memory_reserved(self._device) - before
         logger.info(
@@ -142,14 +146,11 @@ class DecodeLoop:
         self._plan()
 
     def _put(self, target: Tensor, values: IntArray) -> None:
-        source = torch.from_numpy(values)
-        if self._device.type == "cuda":
-            source = source.pin_memory()
-        target[: len(values)].copy_(source, non_blocking=True)
+        target[: len(values)].copy_(to_device(values, self._device))
 
     def _load_tokens(self) -> None:
         tokens = np.zeros(self._bucket, np.int64)
-        tokens[: len(self._rows)] = [r.token_ids[r.num_computed_tokens] for r in self._rows]
+        tokens[: len(self._rows)] = [r.newest_token_id for r in self._rows]
         self._put(self._token_ids, tokens)
         self._tokens_are_stale = False
 
@@ -157,7 +158,8 @@ class DecodeLoop:
         count = len(self._rows)
         batch = AttentionBatch(np.arange(count + 1), self._positions, self._tables)
         plan, classes, has_parts = self._buffers.load_plan(batch)
-        self._variant = (self._bucket, classes, has_parts or self._bucket > 1)
+        # One form of graph for wide runs, whose tokens always have parts; two without.
+        self._variant = (self._bucket, classes, has_parts or len(classes) > 1)
         self._valid_until = plan.valid_until
         self._tokens_read = plan.tokens_read
 
@@ -211,6 +213,14 @@ class DecodeLoop:
         self._tokens_read += count
         return Ticket(ids[:count], peaks[:count], logits[:count], done, kv_bytes, context)
 
+    @staticmethod
+    def pick(logits: Tensor) -> tuple[list[int], list[float]]:
+        """(token id, logit) of the arg-max of rows outside the loop, float32 [N, vocab]."""
+        ids = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        peaks = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
+        greedy(logits, ids, peaks)
+        return ids.tolist(), peaks.tolist()
+
     def tokens_were_sampled(self) -> None:
         """The host drew the tokens: they have to be copied before the next launch."""
         self._tokens_are_stale = True
@@ -244,7 +254,7 @@ class DecodeLoop:
         step = self._buffers.step(num_rows, classes, has_parts)
         token_ids, positions = self._token_ids[:num_rows], step.positions
         hidden = self._decoder.forward_fused(token_ids, positions, step)
-        logits = self._decoder.logits(hidden)
+        logits = self._decoder.logits(hidden, self._logits[:num_rows])
         state = Advance(positions, token_ids)
         greedy(logits, self._out_ids[:num_rows], self._out_peaks[:num_rows], advance=state)
         return logits

@@ -5,7 +5,7 @@ few copies. Knows neither the scheduler nor the model. Invariant: a row's
 ``num_tokens`` counts known tokens; sampled ones are appended here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -26,18 +26,18 @@ class BatchRow:
     def __init__(self, data: NewRequestData, engine_seed: int, device: torch.device) -> None:
         self.request_id = data.request_id
         self.params = data.params
-        self.num_prompt_tokens = data.num_prompt_tokens
-        self.num_tokens = len(data.token_ids)
-        self.token_ids = np.array(data.token_ids, dtype=np.int64)
+        self._prompt_token_ids = data.prompt_token_ids
+        self._output_token_ids = list(data.output_token_ids)
+        self.num_prompt_tokens = len(data.prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens + len(data.output_token_ids)
         self.block_ids = np.array(data.block_ids, dtype=np.int32)
         self.num_blocks = len(data.block_ids)
         self.num_computed_tokens = data.num_computed_tokens
         seed = request_seed(data.params, engine_seed, data.request_id)
         self.prompt_logprobs: list[TokenLogprobs | None] = []  # grows chunk by chunk
-        self._output_token_ids = list(data.token_ids[data.num_prompt_tokens :])
         self.sampling = SamplingRow(
             params=data.params,
-            prompt_token_ids=data.token_ids[: data.num_prompt_tokens],
+            prompt_token_ids=data.prompt_token_ids,
             output_token_ids=self._output_token_ids,
             eos_token_ids=data.eos_token_ids,
             generator=None if data.params.is_greedy else make_generator(seed, device),
@@ -55,11 +55,22 @@ class BatchRow:
             return max_model_len
         return min(max_model_len, self.num_prompt_tokens + self.params.max_tokens)
 
+    def token_ids(self, start: int, end: int) -> Sequence[int]:
+        """Known tokens at positions start .. end - 1."""
+        split = self.num_prompt_tokens
+        if end <= split:
+            return self._prompt_token_ids[start:end]
+        if start >= split:
+            return self._output_token_ids[start - split : end - split]
+        return [*self._prompt_token_ids[start:], *self._output_token_ids[: end - split]]
+
+    @property
+    def newest_token_id(self) -> int:
+        """The last known token: what a decode runs."""
+        return self._output_token_ids[-1] if self._output_token_ids else self._prompt_token_ids[-1]
+
     def append_token(self, token_id: int) -> None:
         """Add a sampled token."""
-        if self.num_tokens == len(self.token_ids):
-            self.token_ids = np.resize(self.token_ids, self.num_tokens + _GROWTH)
-        self.token_ids[self.num_tokens] = token_id
         self.num_tokens += 1
         self._output_token_ids.append(token_id)
 
@@ -91,13 +102,10 @@ class StepBatch:
     def input_ids(self) -> npt.NDArray[np.int64]:
         """Token ids of the flat batch, [T]."""
         computed = self.attention.num_computed
-        spans = [
-            row.token_ids[start:end]
-            for row, start, end in zip(
-                self.rows, computed.tolist(), self.ends.tolist(), strict=True
-            )
-        ]
-        return np.concatenate(spans)
+        token_ids: list[int] = []
+        for row, start, end in zip(self.rows, computed.tolist(), self.ends.tolist(), strict=True):
+            token_ids.extend(row.token_ids(start, end))
+        return np.array(token_ids, np.int64)
 
     def sampled_rows(self) -> list[int]:
         """Rows whose last scheduled token is their last known one: they get a new token."""

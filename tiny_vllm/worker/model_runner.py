@@ -12,6 +12,7 @@ from torch import Tensor
 from tiny_vllm.attention.metadata import AttentionBackend, IntArray
 from tiny_vllm.attention.torch_backend import TorchAttention
 from tiny_vllm.models.loader import LoadedModel
+from tiny_vllm.ops.memory import to_device
 from tiny_vllm.protocol import ModelRunnerOutput, SampledToken, SchedulerOutput
 from tiny_vllm.sampler import SampleError, Sampler, prompt_logprobs
 from tiny_vllm.worker.input_batch import BatchRow, InputBatch, StepBatch
@@ -104,17 +105,20 @@ class ModelRunner:
         return output
 
     def _to_device(self, values: IntArray) -> Tensor:
-        return torch.from_numpy(values).to(self._device)
+        return to_device(values, self._device)
 
     def _sample(self, batch: StepBatch, hidden: Tensor, output: ModelRunnerOutput) -> None:
         indices = batch.sampled_rows()
         if not indices:
             return
-        last = torch.from_numpy(batch.attention.query_start_loc[1:][indices] - 1)
-        logits = self._decoder.logits(hidden[last.to(self._device)])
+        last = self._to_device(batch.attention.query_start_loc[1:][indices] - 1)
+        logits = self._decoder.logits(hidden[last])
         output.num_logit_rows += len(indices)
         rows = [batch.rows[i] for i in indices]
-        results = self._sampler.sample(logits, [row.sampling for row in rows])
+        if self._loop is not None and all(row.is_plain_greedy for row in rows):
+            results = self._sampler.greedy_results(*self._loop.pick(logits))
+        else:
+            results = self._sampler.sample(logits, [row.sampling for row in rows])
         self._book(rows, results, output)
 
     def _book(
@@ -150,7 +154,7 @@ class ModelRunner:
             row.prompt_logprobs = [None]
         # The hidden state of token i predicts token i + 1 of the prompt.
         count = max(0, min(len(hidden), row.num_prompt_tokens - 1 - first))
-        targets = row.token_ids[first + 1 : first + 1 + count].tolist()
+        targets = row.token_ids(first + 1, first + 1 + count)
         num_top = row.params.prompt_logprobs
         assert num_top is not None
         for begin in range(0, count, _LOGIT_ROWS):
@@ -170,15 +174,17 @@ def build_runner(loaded: LoadedModel) -> ModelRunner:
     from tiny_vllm.attention.triton_backend import TritonAttention
     from tiny_vllm.worker.decode_loop import DecodeLoop
 
-    backend = TritonAttention(*shape, loaded.dtype, loaded.device, share=share)
     assert config.max_num_seqs is not None and config.max_model_len is not None
+    assert config.max_num_batched_tokens is not None
+    backend = TritonAttention(
+        *shape, loaded.dtype, loaded.device, share=share, max_tokens=config.max_num_batched_tokens
+    )
     max_blocks = -(-config.max_model_len // config.block_size) + 1
     with torch.inference_mode():
         loop = DecodeLoop(
             loaded.decoder, backend, config.max_num_seqs, max_blocks, config.max_model_len,
             config.use_cuda_graph,
         )  # fmt: skip
-        assert config.max_num_batched_tokens is not None
-        backend.long_prefill.warm_up(config.max_num_batched_tokens)
+        backend.warm_up(loaded.decoder.forward_fused, config.max_num_batched_tokens)
         loop.capture_all()
     return ModelRunner(loaded, backend, loop, config.async_scheduling)

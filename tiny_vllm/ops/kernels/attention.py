@@ -14,10 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tiny_vllm.ops.kernels.launch import options, wait_for_earlier
+
 ITEM_FIELDS = 8  # row, kv_begin, kv_end, q_begin, q_count, part, final, unused
 OPEN_END = 2**31 - 1  # kv_end of a tail that grows with its request
 MAX_HEAD_DIM = 256
 _MERGE_PARTS = 16
+_MANY_TOKENS = 96  # they fill the GPU without a program for each head
 
 
 @triton.jit
@@ -70,18 +73,31 @@ def _attend_tile(
 
 
 @triton.jit
+def _rotated(head_ptr, cos_ptr, sin_ptr, at, angle, partner, mask):
+    """A head of q or k, rotated and rounded: x cos + (x with halves swapped) (signed sin)."""
+    x = tl.load(head_ptr + at, mask=mask, other=0.0)
+    swapped = tl.load(head_ptr + at + partner, mask=mask, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + angle, mask=mask, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=mask, other=0.0).to(tl.float32)
+    return (x.to(tl.float32) * cos + swapped * sin).to(x.dtype)
+
+
+# The width of a block table is any number: not one kernel for each kind of number.
+@triton.jit(do_not_specialize=["table_stride", "window"])
 def _forest_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, part_out_ptr, part_lse_ptr,
+    q_ptr, cos_ptr, sin_ptr, k_ptr, v_ptr, out_ptr, part_out_ptr, part_lse_ptr,
     items_ptr, num_items_ptr, q_index_ptr, positions_ptr, part_start_ptr, table_ptr,
-    kv_head_stride, table_stride, scale_log2, window,
+    q_stride, kv_head_stride, table_stride, scale_log2, window,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+    ROTATE: tl.constexpr, COUNT: tl.constexpr, WINDOWED: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    wait_for_earlier(PDL)
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tl.arange(0, BLOCK_N)
     offs_d = tl.arange(0, BLOCK_D)
-    num_works = tl.load(num_items_ptr) * KV_HEADS
+    num_works = tl.load(num_items_ptr + COUNT) * KV_HEADS
     for work in range(tl.program_id(0), num_works, tl.num_programs(0)):
         head = work % KV_HEADS
         item = items_ptr + (work // KV_HEADS) * 8
@@ -96,11 +112,21 @@ def _forest_kernel(
         q_head = head * GROUP + offs_m % GROUP
         at = (token * (KV_HEADS * GROUP) + q_head)[:, None] * HEAD_DIM + offs_d[None, :]
         mask = valid[:, None] & (offs_d < HEAD_DIM)[None, :]
-        q = tl.load(q_ptr + at, mask=mask, other=0.0)
+        q_at = (token * q_stride + q_head * HEAD_DIM)[:, None] + offs_d[None, :]
+        if ROTATE:
+            partner = tl.where(offs_d < HEAD_DIM // 2, HEAD_DIM // 2, -(HEAD_DIM // 2))
+            angle = position.to(tl.int64)[:, None] * HEAD_DIM + offs_d[None, :]
+            q = _rotated(q_ptr, cos_ptr, sin_ptr, q_at, angle, partner[None, :], mask)
+        else:
+            q = tl.load(q_ptr + q_at, mask=mask, other=0.0)
 
         first = tl.min(tl.where(valid, position, 2147483647), 0)
         last = tl.max(tl.where(valid, position, -1), 0)
-        end = tl.minimum(end, last + 1)
+        is_open = end == 2147483647
+        if ROTATE:  # the newest key of the row is not stored yet: it is met below
+            end = tl.minimum(end, last)
+        else:
+            end = tl.minimum(end, last + 1)
         full = tl.minimum(end, first + 1) - begin
         masked_from = begin + tl.maximum(full, 0) // BLOCK_N * BLOCK_N
         if WINDOWED:
@@ -125,6 +151,25 @@ def _forest_kernel(
                 BLOCK_SIZE, BLOCK_N, HEAD_DIM, True, PRECISION,
             )  # fmt: skip
 
+        if ROTATE:
+            if is_open:
+                lane = offs_d < HEAD_DIM
+                k_at = tl.min(tl.where(valid, token, 9223372036854775807), 0) * q_stride
+                k_at += (KV_HEADS * GROUP + head) * HEAD_DIM + offs_d
+                own_angle = last.to(tl.int64) * HEAD_DIM + offs_d
+                key = _rotated(q_ptr, cos_ptr, sin_ptr, k_at, own_angle, partner, lane)
+                value = tl.load(q_ptr + k_at + KV_HEADS * HEAD_DIM, mask=lane, other=0.0)
+                block = tl.load(table_row + last // BLOCK_SIZE).to(tl.int64)
+                slot_at = (block * BLOCK_SIZE + last % BLOCK_SIZE) * HEAD_DIM + offs_d
+                tl.store(k_head + slot_at, key, mask=lane)
+                tl.store(v_head + slot_at, value, mask=lane)
+                score = tl.sum(q.to(tl.float32) * key.to(tl.float32)[None, :], 1) * scale_log2
+                new_max = tl.maximum(row_max, score)
+                prob, decay = tl.exp2(score - new_max), tl.exp2(row_max - new_max)
+                row_sum = row_sum * decay + prob
+                acc = acc * decay[:, None] + prob[:, None] * value.to(tl.float32)[None, :]
+                row_max = new_max
+
         acc = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
         if is_final != 0:
             tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
@@ -140,8 +185,10 @@ def _forest_kernel(
 def _merge_kernel(
     part_out_ptr, part_lse_ptr, part_start_ptr, out_ptr,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_P: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a token and head; parts in order, so the sum does not depend on timing."""
+    wait_for_earlier(PDL)
     token, head = tl.program_id(0), tl.program_id(1)
     begin = tl.load(part_start_ptr + token)
     end = tl.load(part_start_ptr + token + 1)
@@ -168,6 +215,40 @@ def _merge_kernel(
     acc = acc / tl.where(total == 0.0, 1.0, total)
     at = (token.to(tl.int64) * HEADS + head) * HEAD_DIM + offs_d
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=offs_d < HEAD_DIM)
+
+
+@triton.jit
+def _merge_many_kernel(
+    part_out_ptr, part_lse_ptr, part_start_ptr, out_ptr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """`_merge_kernel` for many tokens of few parts: a program takes several heads."""
+    wait_for_earlier(PDL)
+    token = tl.program_id(0)
+    begin = tl.load(part_start_ptr + token)
+    end = tl.load(part_start_ptr + token + 1)
+    if begin == end:
+        return
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask = (head < HEADS)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    top = tl.full((BLOCK_H,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+    for slot in range(begin, end):
+        flat = slot * HEADS + head.to(tl.int64)
+        lse = tl.load(part_lse_ptr + flat, mask=head < HEADS, other=-float("inf"))
+        part = tl.load(part_out_ptr + flat[:, None] * HEAD_DIM + offs_d[None, :], mask, other=0.0)
+        new_top = tl.maximum(top, lse)
+        safe = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weight, decay = tl.exp2(lse - safe), tl.exp2(top - safe)
+        total = total * decay + weight
+        acc = acc * decay[:, None] + weight[:, None] * part
+        top = new_top
+    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    at = (token.to(tl.int64) * HEADS + head)[:, None] * HEAD_DIM + offs_d[None, :]
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +296,7 @@ def forest_attention(
     out: Tensor,
     parts: tuple[Tensor, Tensor],
     items: Tensor,
-    num_items: Tensor,
+    counts: Tensor,
     q_index: Tensor,
     positions: Tensor,
     part_start: Tensor,
@@ -224,37 +305,51 @@ def forest_attention(
     scale: float,
     block_size: int,
     block_m: int,
+    class_index: int,
     num_programs: int,
     config: TileConfig,
     window: int | None = None,
+    rotate: tuple[Tensor, Tensor] | None = None,
+    pdl: bool = False,
 ) -> None:
     """Run the items of one tile class.
 
     Args:
-        q, out: [T, heads, head_dim], contiguous; only tokens with a final item are written.
+        q: [T, heads, head_dim] with dense heads; tokens may lie apart.
+        out: [T, heads, head_dim], contiguous; only tokens with a final item are written.
         k_cache, v_cache: one layer, [kv_heads, slots, head_dim].
         parts: float32 ([slots, heads, head_dim], [slots, heads]) partial results; the second
             is a log2-sum-exp.
-        items: int32 [n, 8]; num_items: int32 [1], on the device, at most n.
+        items: int32 [n, 8]; counts: int32 [classes] on the device, of which entry
+            ``class_index`` says how many items there are, at most n.
         q_index: int32 [Q]; positions: int64 [T]; part_start: int32 [T + 1].
         block_table: int32 [rows, blocks].
         num_programs: size of the persistent grid.
         window: tokens a query looks back, itself included.
+        rotate: (cos, signed sin), [positions, head_dim]: a decoding batch whose ``q`` is the
+            head of each token's unrotated [heads + 2 * kv_heads, head_dim] projections. The
+            item with the open end then stores the newest key and value of its row.
+        pdl: see `tiny_vllm.ops.kernels.launch`.
     """
     kv_heads, head_dim = k_cache.shape[0], k_cache.shape[2]
+    cos, sin = (q, q) if rotate is None else rotate
     _forest_kernel[(num_programs,)](
-        q, k_cache, v_cache, out, parts[0], parts[1],
-        items, num_items, q_index, positions, part_start, block_table,
-        k_cache.stride(0), block_table.stride(0), scale * 1.4426950408889634, window or OPEN_END,
+        q, cos, sin, k_cache, v_cache, out, parts[0], parts[1],
+        items, counts, q_index, positions, part_start, block_table,
+        q.stride(0), k_cache.stride(0), block_table.stride(0),
+        scale * 1.4426950408889634, window or OPEN_END,
         KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, HEAD_DIM=head_dim,
         BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_SIZE=block_size, BLOCK_M=block_m,
-        BLOCK_N=config.block_n, WINDOWED=window is not None,
+        BLOCK_N=config.block_n, ROTATE=rotate is not None,
+        COUNT=class_index, WINDOWED=window is not None,
         PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        PDL=pdl, num_warps=config.num_warps, num_stages=config.num_stages, **options(pdl),
     )  # fmt: skip
 
 
-def merge_parts(parts: tuple[Tensor, Tensor], part_start: Tensor, out: Tensor) -> None:
+def merge_parts(
+    parts: tuple[Tensor, Tensor], part_start: Tensor, out: Tensor, *, pdl: bool = False
+) -> None:
     """Merge the partial results of tokens that have several; others are left alone.
 
     Args:
@@ -263,8 +358,17 @@ def merge_parts(parts: tuple[Tensor, Tensor], part_start: Tensor, out: Tensor) -
         out: [T, heads, head_dim].
     """
     num_tokens, heads, head_dim = out.shape
+    padded = triton.next_power_of_2(head_dim)
+    if num_tokens >= _MANY_TOKENS:
+        block_h = min(triton.next_power_of_2(heads), max(1, 1024 // padded))
+        _merge_many_kernel[(num_tokens, triton.cdiv(heads, block_h))](
+            parts[0], parts[1], part_start, out,
+            HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=padded, BLOCK_H=block_h, PDL=pdl,
+            num_warps=4, **options(pdl),
+        )  # fmt: skip
+        return
     _merge_kernel[(num_tokens, heads)](
         parts[0], parts[1], part_start, out,
-        HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=triton.next_power_of_2(head_dim),
-        BLOCK_P=_MERGE_PARTS, num_warps=2 if head_dim <= 64 else 4,
+        HEADS=heads, HEAD_DIM=head_dim, BLOCK_D=padded,
+        BLOCK_P=_MERGE_PARTS, PDL=pdl, num_warps=2 if head_dim <= 64 else 4, **options(pdl),
     )  # fmt: skip

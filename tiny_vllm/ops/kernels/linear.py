@@ -46,15 +46,19 @@ class Config(NamedTuple):
 def config(out_features: int, in_features: int, rows: int) -> Config:
     """Choose the cut of a product; ``out_features`` counts gate and up both.
 
-    Measured on an H200 with the shapes of a 1B model. One or two rows: a program holds all of
-    K of 4 or 8 weight rows in registers, 8 warps wide, which keeps the most bytes in flight.
+    Measured on an H200 with the shapes of a 1B model. One row: a program keeps all of K of 4
+    or 8 weight rows in flight, 8 warps wide. Two rows: half as wide, except for a long K.
     Three or four: the same while the product is small, else the tensor cores. Above: 128
     weight rows a program where there are many, else 64 with K split until the GPU is full.
     """
     warps = min(8, max(1, triton.next_power_of_2(in_features) // 256))
-    if rows <= 2:
-        return Config(8 if in_features > 4096 else 4, 256 * warps, 1, warps, 1, dot=False)
-    is_small = out_features <= 4096 and in_features <= 4096
+    is_long = in_features > 4096
+    if rows == 1:
+        return Config(8 if is_long else 4, 256 * warps, 1, warps, 1, dot=False)
+    if rows == 2:
+        warps = warps if is_long else min(4, warps)
+        return Config(4, 256 * warps, 1, warps, 1, dot=False)
+    is_small = out_features <= 4096 and not is_long
     if rows <= 4 and is_small:
         warps = min(4, warps)
         return Config(8 if out_features > 2048 else 4, 256 * warps, 1, warps, 1, dot=False)
@@ -120,6 +124,7 @@ def _launch(
     cut = cut or config(weight.shape[0], in_features, rows)
     if not cut.dot and not _are_words(x, weight, weight if norm is None else norm):
         cut = config(weight.shape[0], in_features, MAX_ROWS)
+    pdl = pdl and not cut.dot  # it keeps programs of the kernel before out (measured)
     size = weight.element_size()
     unit = 1 if cut.dot else 4 // size  # numbers in what the kernel counts in
     block_k = cut.block_k * 2 // (size * unit)

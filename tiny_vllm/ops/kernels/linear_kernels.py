@@ -129,7 +129,7 @@ def _gemv_step(  # type: ignore[no-untyped-def]
     return acc, squares
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def gemv_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     norm_ptr,
@@ -223,7 +223,7 @@ def gemv_kernel(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def dot_kernel(  # type: ignore[no-untyped-def]
     x_ptr,
     norm_ptr,

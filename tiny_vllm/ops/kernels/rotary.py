@@ -9,12 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tiny_vllm.ops.kernels.launch import options, wait_for_earlier
+
 # Elements of one program: two 16-byte loads a thread with two warps. One token of a 1B
 # model then takes three programs, and 32 of them on an SM keep 64 KiB in flight.
 _TILE = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])  # its width is any number
 def _rotary_store_kernel(  # type: ignore[no-untyped-def]
     qkv_ptr,
     positions_ptr,
@@ -43,7 +45,9 @@ def _rotary_store_kernel(  # type: ignore[no-untyped-def]
     HAS_NORM: tl.constexpr,
     HEADS: tl.constexpr,
     HALF_PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_earlier(PDL)
     HALF: tl.constexpr = HEAD_DIM // 2
     token = tl.program_id(0).to(tl.int64)
     position = tl.load(positions_ptr + token).to(tl.int64)
@@ -118,6 +122,7 @@ def rotary_store(
     k_norm: Tensor | None = None,
     eps: float = 0.0,
     out: Tensor | None = None,
+    pdl: bool = False,
 ) -> Tensor:
     """Rotate q and k by position, store k and v in the cache, return q.
 
@@ -135,6 +140,7 @@ def rotary_store(
         q_norm, k_norm: [D], both or neither: RMS norm of each q and k head before the
             rotation, with ``eps``.
         out: [T, num_heads, D] to write q to, contiguous within a token.
+        pdl: see `tiny_vllm.ops.kernels.launch`.
 
     Returns:
         [T, num_heads, D], ``out`` if given.
@@ -175,6 +181,8 @@ def rotary_store(
         HAS_NORM=q_norm is not None and k_norm is not None,
         HEADS=heads,
         HALF_PADDED=half,
+        PDL=pdl,
         num_warps=2,
+        **options(pdl),
     )
     return out

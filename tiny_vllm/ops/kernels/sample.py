@@ -86,7 +86,7 @@ def _race_kernel(  # type: ignore[no-untyped-def]
         tl.store(race_keys_ptr + row * MAX_SPLITS + split, key)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _pick_kernel(  # type: ignore[no-untyped-def]
     peak_keys_ptr,
     race_keys_ptr,

@@ -95,7 +95,7 @@ def keep_better(best, best_ids, values, ids):  # type: ignore[no-untyped-def]
     return tl.where(better, values, best), tl.where(better, ids, best_ids)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["span"])
 def _peak_kernel(  # type: ignore[no-untyped-def]
     logits_ptr, row_stride, keys_ptr, vocab_size, span, BLOCK: tl.constexpr
 ):
