@@ -81,10 +81,14 @@ class Sampler:
     """
 
     @staticmethod
-    def greedy_results(
+    def results(
         token_ids: Sequence[int], peaks: Sequence[float]
     ) -> list[SampledToken | SampleError]:
-        """Results of rows whose arg-max and its logit the device found already."""
+        """Results of rows that the device drew already.
+
+        Args:
+            peaks: the largest logit of each row.
+        """
         return [_result(i, peak) for i, peak in zip(token_ids, peaks, strict=True)]
 
     @torch.inference_mode()

@@ -24,6 +24,7 @@ from tiny_vllm.models.decoder import Decoder
 from tiny_vllm.ops.kernels.sample import Advance, greedy
 from tiny_vllm.ops.memory import to_device
 from tiny_vllm.protocol import KvBytes
+from tiny_vllm.worker.device_draws import DeviceDraws
 from tiny_vllm.worker.input_batch import BatchRow
 
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
@@ -35,7 +36,7 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class Ticket:
-    """A launched step; `wait` returns its results."""
+    """A launched step; `wait` returns its results. ``logits`` hold until the next launch."""
 
     ids: Tensor
     peaks: Tensor
@@ -45,7 +46,7 @@ class Ticket:
     context_tokens: int
 
     def wait(self) -> tuple[list[int], list[float]]:
-        """(token id, logit) of each row's arg-max."""
+        """(token id, largest logit) of each row."""
         if self.done is not None:
             self.done.synchronize()
         return self.ids.tolist(), self.peaks.tolist()
@@ -91,6 +92,7 @@ class DecodeLoop:
         self._graphs: dict[Variant, tuple[torch.cuda.CUDAGraph, Tensor]] = {}
         self._pool: Any = None  # memory that all graphs share
         self.graph_memory_bytes = 0
+        self._draws = DeviceDraws(max_rows, vocab_size, self._device)
         self._rows: list[BatchRow] = []
         self._tokens_are_stale = False
 
@@ -143,6 +145,7 @@ class DecodeLoop:
         padded[:count] = self._positions
         self._put(self._buffers.positions, padded)
         self._load_tokens()
+        self._draws.load([r.sampling for r in rows])
         self._plan()
 
     def _put(self, target: Tensor, values: IntArray) -> None:
@@ -198,6 +201,7 @@ class DecodeLoop:
             graph.replay()
         else:
             logits = self._body(self._variant)
+        self._draws.run(logits, self._out_ids, self._out_peaks, self._token_ids)
         ids, peaks = self._ring[self._turn]
         self._turn = (self._turn + 1) % _RING
         ids[:count].copy_(self._out_ids[:count], non_blocking=True)

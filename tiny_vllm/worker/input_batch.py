@@ -44,10 +44,11 @@ class BatchRow:
         )
 
         params = data.params
-        # Its next token is the arg-max of the logits as they are.
-        self.is_plain_greedy = (
-            params.is_greedy and params.logprobs is None and not params.min_tokens
-        ) and not self.sampling.edits_logits
+        # Drawn from the logits as they are, and nobody asks what else was likely: the
+        # device can draw by itself.
+        is_plain = params.logprobs is None and not params.min_tokens
+        self.is_plain = is_plain and not self.sampling.edits_logits
+        self.is_plain_greedy = self.is_plain and params.is_greedy
 
     def length_limit(self, max_model_len: int) -> int:
         """Tokens at which the request ends, whatever they are."""

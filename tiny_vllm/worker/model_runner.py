@@ -87,7 +87,7 @@ class ModelRunner:
         elif grew:
             loop.add_blocks()
         ticket = ticket or loop.launch()
-        is_plain = all(row.is_plain_greedy for row in rows)
+        is_plain = all(row.is_plain for row in rows)
         if is_plain and self._run_ahead and loop.can_run_ahead():
             self._ahead = loop.launch()
         output = ModelRunnerOutput(
@@ -97,7 +97,7 @@ class ModelRunner:
             attention_context_tokens=ticket.context_tokens,
         )
         if is_plain:
-            results = self._sampler.greedy_results(*ticket.wait())
+            results = self._sampler.results(*ticket.wait())
         else:
             results = self._sampler.sample(ticket.logits, [row.sampling for row in rows])
             loop.tokens_were_sampled()
@@ -116,7 +116,7 @@ class ModelRunner:
         output.num_logit_rows += len(indices)
         rows = [batch.rows[i] for i in indices]
         if self._loop is not None and all(row.is_plain_greedy for row in rows):
-            results = self._sampler.greedy_results(*self._loop.pick(logits))
+            results = self._sampler.results(*self._loop.pick(logits))
         else:
             results = self._sampler.sample(logits, [row.sampling for row in rows])
         self._book(rows, results, output)
