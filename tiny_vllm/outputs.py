@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 
 class FinishReason(str, Enum):
@@ -60,8 +60,36 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
+class GrowingCompletion(Protocol):
+    """A completion in the making, which can tell what it was at an earlier length."""
+
+    def snapshot(self, num_tokens: int, text_length: int) -> CompletionOutput: ...
+
+
+class _DeferredOutputs:
+    """Builds ``outputs`` at its first read: nobody looks at those of most steps.
+
+    ``_at_step`` holds the growing completion and its lengths (tokens, characters) at the
+    step; whenever it is read, the list is what it would have been then.
+    """
+
+    __slots__ = ("_at_step",)
+    _at_step: tuple[GrowingCompletion, int, int]
+
+    if not TYPE_CHECKING:  # mypy would take any misspelt attribute for this one
+
+        def __getattr__(self, name: str) -> Any:
+            """Python asks here for what was never set."""
+            if name != "outputs":
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            growing, num_tokens, text_length = self._at_step
+            self.outputs = [growing.snapshot(num_tokens, text_length)]
+            del self._at_step
+            return self.outputs
+
+
 @dataclass(slots=True)
-class RequestOutput:
+class RequestOutput(_DeferredOutputs):
     """The state of one request; ``finished`` is True in the last one.
 
     ``num_cached_tokens`` counts prompt tokens taken from the prefix cache;
@@ -78,3 +106,39 @@ class RequestOutput:
     metrics: RequestMetrics | None = None
     cache_report: Mapping[str, Any] | None = None
     error: str | None = None
+
+    @classmethod
+    def deferred(
+        cls,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        growing: GrowingCompletion,
+        num_tokens: int,
+        text_length: int,
+        num_cached_tokens: int,
+        prompt_logprobs: list[TokenLogprobs | None] | None,
+        metrics: RequestMetrics,
+    ) -> "RequestOutput":
+        """The output of an unfinished request; ``outputs`` is built when it is first read."""
+        self = cls.__new__(cls)  # the generated __init__ would set ``outputs``
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.finished = False
+        self.num_cached_tokens = num_cached_tokens
+        self.prompt_logprobs = prompt_logprobs
+        self.metrics = metrics
+        self.cache_report = None
+        self.error = None
+        # mypy overlooks the slots of the base class
+        self._at_step = growing, num_tokens, text_length  # type: ignore[misc]
+        return self
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of all completions so far, without building ``outputs``."""
+        try:
+            return self._at_step[1]
+        except AttributeError:
+            return sum(len(completion.token_ids) for completion in self.outputs)

@@ -79,6 +79,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert fresh == sorted(fresh)
         for block_id in fresh:
             self.held.pop(block_id, None)
+        self.step = [entry for entry in self.step if entry[1] not in fresh]
         start = request.num_computed_tokens
         self._published(request, start, start + num_tokens)
         request.num_computed_tokens += num_tokens

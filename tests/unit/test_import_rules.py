@@ -65,7 +65,9 @@ TORCH = frozenset(
 # the two bench modules that measure a device; a run's own process imports them
 TORCH_MODULES = frozenset(
     f"tiny_vllm.bench.{name}"
-    for name in "device peaks kernel_forest kernel_layers kernel_run kernel_samplers kernel_timing".split()
+    for name in (
+        "device peaks kernel_forest kernel_layers kernel_run kernel_samplers kernel_timing"
+    ).split()
 )
 TORCH_LAZY = frozenset({"bench", "cli", "engine"})
 NUMPY = TORCH | {"bench", "engine"}

@@ -130,3 +130,24 @@ def test_unbalanced_books_are_noticed():
         ledger.check()
     with pytest.raises(AssertionError, match="forward 1 != 0"):
         TokenLedger(forward_tokens=1).check()
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_decodes_in_bulk_are_decodes_one_by_one(preempted):
+    """After a preemption one of the two has to run its last known token again."""
+    books = [Accountant(), Accountant()]
+    rows = [[admit(book, 4) for _ in range(2)] for book in books]
+    for book, (first, second) in zip(books, rows, strict=True):
+        run(book, first, 4)
+        run(book, second, 4)
+        if preempted:
+            run(book, first, 1)
+            preempt(book, first)
+            resume(book, first, NO_HIT)
+            run(book, first, 4)
+    books[0].decoded(rows[0])
+    for request in rows[1]:
+        books[1].ran(request, 1)
+    assert books[0].ledger == books[1].ledger
+    assert books[0].ledger.decoded_tokens == 2
+    assert books[0].ledger.recomputed_tokens == (5 if preempted else 0)

@@ -140,8 +140,7 @@ class TraceDriver:
             raise EngineDeadError(f"{MAX_IDLE_STEPS} steps in a row ran no token: the engine hangs")
 
     def _update(self, record: RequestRecord, output: RequestOutput) -> None:
-        completion = output.outputs[0]
-        new = len(completion.token_ids) - len(record.token_times)
+        new = output.num_output_tokens - len(record.token_times)
         record.token_times += [self.wall_s] * new
         self._generated += new
         record.cached_tokens = output.num_cached_tokens

@@ -6,6 +6,8 @@ Owns one high-water mark per preempted request. Knows nothing of blocks or queue
                 start            ^mark                   ^num_prompt_tokens   end
 """
 
+from collections.abc import Sequence
+
 from tiny_vllm.core.kv_cache_manager import PrefixHit
 from tiny_vllm.protocol import TokenLedger
 from tiny_vllm.request import Request, RequestId
@@ -60,6 +62,15 @@ class Accountant:
         ledger.computed_tokens += prompt
         ledger.pending_tokens -= prompt
         ledger.decoded_tokens += num_tokens - again - prompt
+
+    def decoded(self, requests: Sequence[Request]) -> None:
+        """`ran` with one token for requests past their prompts; at once while none is resumed."""
+        if self._marks:
+            for request in requests:
+                self.ran(request, 1)
+        else:
+            self.ledger.forward_tokens += len(requests)
+            self.ledger.decoded_tokens += len(requests)
 
     def preempted(self, request: Request) -> None:
         """Remember how far the request had come."""

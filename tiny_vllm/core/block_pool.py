@@ -121,6 +121,13 @@ class BlockPool:
             self._unlink(block)
         block.ref_count += 1
 
+    def acquire_all(self, blocks: Sequence[Block]) -> None:
+        """`acquire` for many: a hit on a long prefix has hundreds."""
+        for block in blocks:
+            if block.ref_count == 0:
+                self._unlink(block)
+            block.ref_count += 1
+
     def release(self, blocks: Sequence[Block]) -> None:
         """Drop one reference of each, last first, so that tails are evicted before heads."""
         for block in reversed(blocks):

@@ -77,7 +77,7 @@ class KVCacheManager:
 
     def fits(self, request: Request, hit: PrefixHit, reserve: int) -> bool:
         """Whether all known tokens fit with ``reserve`` blocks left over, given the hit."""
-        unreferenced = sum(block.ref_count == 0 for block in hit.blocks)
+        unreferenced = [block.ref_count for block in hit.blocks].count(0)
         new = -(-request.num_tokens // self.block_size) - len(hit.blocks)
         return new + unreferenced + reserve <= self.pool.num_available
 
@@ -98,10 +98,10 @@ class KVCacheManager:
             The ids appended to ``request.block_ids``, or None (and no change) if the pool
             has too few.
         """
-        size, start = self.block_size, request.num_computed_tokens
-        end = start + num_new_tokens
-        if end <= len(request.block_ids) * size and start // size == end // size:
-            return []  # a decode inside its last block: nearly every call
+        end = request.num_computed_tokens + num_new_tokens
+        if end <= len(request.block_ids) * self.block_size:  # nearly every decode
+            self._publish(request, end)
+            return []
         return self._allocate(request, num_new_tokens, hit)
 
     def reserve_next(self, request: Request, spare: int) -> list[BlockId]:
@@ -181,7 +181,7 @@ class KVCacheManager:
         end = request.num_computed_tokens + hit.num_tokens + num_new
         table = request.block_ids
         need = -(-end // self.block_size) - len(table) - len(hit.blocks)
-        unreferenced = sum(block.ref_count == 0 for block in hit.blocks)
+        unreferenced = [block.ref_count for block in hit.blocks].count(0)
         if max(0, need) + unreferenced > self.pool.num_available:
             return None
         self._take_hit(request, hit)
@@ -204,9 +204,8 @@ class KVCacheManager:
         if not hit.blocks:
             return
         assert not request.block_ids, f"{request.request_id} already holds blocks"
-        for block in hit.blocks:
-            self.pool.acquire(block)
-            request.block_ids.append(block.block_id)
+        self.pool.acquire_all(hit.blocks)
+        request.block_ids.extend([block.block_id for block in hit.blocks])
         request.num_computed_tokens = hit.num_tokens
 
     def _publish(self, request: Request, end: int) -> None:

@@ -21,7 +21,7 @@ class PrefixCache:
         self._hash_fn = hash_fn
         self._entries: dict[BlockHash, PrefixEntry] = {}
         self._chains: dict[RequestId, HashChain] = {}
-        self._provisional: list[tuple[RequestId, Block]] = []
+        self._provisional: list[tuple[RequestId, Block, PrefixEntry | None]] = []
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -62,7 +62,7 @@ class PrefixCache:
             if parent is None:
                 return
             parent = self._add(request.block_hashes[index], parent, chain.tokens[index], block)
-            self._provisional.append((request.request_id, block))
+            self._provisional.append((request.request_id, block, parent))
 
     def forget(self, block: Block) -> None:
         """Drop the block's entry (it is about to be handed out, or was never computed)."""
@@ -86,9 +86,10 @@ class PrefixCache:
         """Unpublish what these requests published since `commit`, and what builds on it."""
         entries: set[Parent | None] = set()
         retracted = []
-        for request_id, block in self._provisional:
-            entry = block.entry
-            if entry is not None and (request_id in request_ids or entry.parent in entries):
+        for request_id, block, entry in self._provisional:
+            if entry is None or block.entry is not entry:  # handed out again since
+                continue
+            if request_id in request_ids or entry.parent in entries:
                 entries.add(entry)
                 retracted.append(block)
         for block in retracted:

@@ -7,7 +7,7 @@ every step unless it is preempted. Knows no tensors and no text.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.core.accounting import Accountant
@@ -18,15 +18,16 @@ from tiny_vllm.core.queue import WaitingQueue
 from tiny_vllm.core.step_plan import StepPlan
 from tiny_vllm.core.stop import Stop, check_stop
 from tiny_vllm.errors import ConfigError, InvalidRequestError
-from tiny_vllm.outputs import FinishReason
+from tiny_vllm.outputs import FinishReason, TokenLogprobs
 from tiny_vllm.protocol import (
+    CachedRequestData,
     EngineCoreOutput,
     ModelRunnerOutput,
     SampledToken,
     SchedulerOutput,
     TokenLedger,
 )
-from tiny_vllm.request import Request, RequestId, RequestStatus
+from tiny_vllm.request import BlockId, Request, RequestId, RequestStatus
 
 _NOT_SAMPLED = "the model runner returned no token for a request that was due one"
 
@@ -65,12 +66,14 @@ class Scheduler:
             )
         num_blocks, block_size = _concrete(config, "num_blocks"), _concrete(config, "block_size")
         self.kv = KVCacheManager(num_blocks, block_size, config.enable_prefix_caching, hash_fn)
+        self._capacity = self.kv.capacity
         self._watermark = max(1, num_blocks // 100)  # spare blocks so that decodes can grow
         self._accountant = Accountant()
         self._waiting = WaitingQueue()
         self._running: dict[RequestId, Request] = {}  # in order of admission
         self._requests: dict[RequestId, Request] = {}  # all unfinished ones
         self._in_flight: dict[RequestId, Request] = {}
+        self._ended_in_flight: list[Request] = []  # finished while their step runs
         self._removed: list[RequestId] = []
         self._step = 0
         self.cached_tokens_last_step = 0  # prompt tokens newly taken from the cache
@@ -154,7 +157,7 @@ class Scheduler:
         scheduled = scheduler_output.num_scheduled_tokens
         assert scheduled.keys() == in_flight.keys(), "update for another step"
         now = time.perf_counter()
-        tainted = self._count(scheduled, in_flight, runner_output)
+        tainted = self._count(scheduler_output, in_flight, runner_output)
         outputs = [
             self._fail(in_flight[request_id], message, now)
             for request_id, message in runner_output.errors.items()
@@ -163,13 +166,7 @@ class Scheduler:
         for request in tainted:
             self._preempt(request)
         self.kv.commit()
-        for request in in_flight.values():
-            if request.status is RequestStatus.RUNNING:
-                sampled = runner_output.sampled.get(request.request_id)
-                if sampled is not None:
-                    outputs.append(self._append(request, sampled, now))
-                elif request.num_computed_tokens == len(request.token_ids):
-                    outputs.append(self._fail(request, _NOT_SAMPLED, now))
+        outputs += self._append_tokens(in_flight, runner_output.sampled, now)
         if runner_output.prompt_logprobs:
             for output in outputs:
                 output.prompt_logprobs = runner_output.prompt_logprobs.get(output.request_id)
@@ -185,7 +182,7 @@ class Scheduler:
         if request is None:
             return None
         self._finish(request, Stop(reason, stop_reason), time.perf_counter())
-        return self._output(request, [])
+        return _output(request, [])
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached prefixes; False (and no change) while requests hold blocks."""
@@ -233,20 +230,31 @@ class Scheduler:
 
     def _schedule_decodes(self, plan: StepPlan) -> list[Request]:
         """Schedule all decodes; return the running requests that are still in prefill."""
-        prefills = []
-        for request in self._running.values():
-            computed = request.num_computed_tokens  # read once: the hot loop
+        prefills: list[Request] = []
+        decodes: dict[RequestId, Request] = {}
+        messages: list[CachedRequestData] = []
+        size = self.kv.block_size
+        for request_id, request in self._running.items():  # the hot loop
+            computed = request.num_computed_tokens
             if computed < len(request.prompt_token_ids) or len(request.token_ids) - computed > 1:
                 prefills.append(request)
-            else:
-                new_block_ids = self.kv.allocate(request, 1)
-                assert new_block_ids is not None, "a decode was left without a block"
-                assert plan.budget > 0, "more running requests than the step has tokens"
-                if self._look_ahead and not (computed + 1) % self.kv.block_size:
-                    spare = self._watermark + len(self._running)
-                    new_block_ids = new_block_ids + self.kv.reserve_next(request, spare)
-                plan.add_decode(request, new_block_ids)
+                continue
+            inside_last_block = 0 < computed % size < size - 1
+            new_block_ids = [] if inside_last_block else self._grow(request)
+            decodes[request_id] = request
+            messages.append(CachedRequestData(request_id, new_block_ids, computed))
+        assert len(decodes) <= plan.budget, "more running requests than the step has tokens"
+        plan.add_decodes(decodes, messages)
         return prefills
+
+    def _grow(self, request: Request) -> list[BlockId]:
+        """The blocks of a decode whose token is the first or the last of a block."""
+        new_block_ids = self.kv.allocate(request, 1)
+        assert new_block_ids is not None, "a decode was left without a block"
+        if self._look_ahead and not (request.num_computed_tokens + 1) % self.kv.block_size:
+            spare = self._watermark + len(self._running)
+            new_block_ids += self.kv.reserve_next(request, spare)
+        return new_block_ids
 
     def _schedule_prefills(self, plan: StepPlan, prefills: list[Request]) -> None:
         for request in prefills:
@@ -293,48 +301,68 @@ class Scheduler:
 
     def _count(
         self,
-        scheduled: Mapping[RequestId, int],
+        scheduler_output: SchedulerOutput,
         in_flight: Mapping[RequestId, Request],
         runner_output: ModelRunnerOutput,
     ) -> list[Request]:
         """Book the tokens that ran and move requests on; return those that ran on bad KV."""
-        errors = runner_output.errors
+        errors, scheduled = runner_output.errors, scheduler_output.num_scheduled_tokens
         # A runner that fails a request before its forward pass reports fewer tokens
-        all_ran = not errors or runner_output.num_forward_tokens >= sum(scheduled.values())
-        for request_id, request in in_flight.items():
-            if all_ran or request_id not in errors:
-                self._accountant.ran(request, scheduled[request_id])
-                request.num_computed_tokens += scheduled[request_id]
-            if request.status is RequestStatus.FINISHED:
-                self._accountant.closed(request)
+        num_tokens = scheduler_output.total_num_scheduled_tokens
+        all_ran = not errors or runner_output.num_forward_tokens >= num_tokens
+        rows = list(in_flight.values())
+        num_decodes = 0 if errors else scheduler_output.num_decode_tokens  # the first rows
+        self._accountant.decoded(rows[:num_decodes])
+        for request in rows[:num_decodes]:
+            request.num_computed_tokens += 1
+        for request in rows[num_decodes:]:
+            if all_ran or request.request_id not in errors:
+                self._accountant.ran(request, scheduled[request.request_id])
+                request.num_computed_tokens += scheduled[request.request_id]
+        for request in self._ended_in_flight:
+            self._accountant.closed(request)
+        self._ended_in_flight.clear()
         if not errors:
             return []
         bad = self.kv.retract(errors)
         return [
             request
-            for request_id, request in in_flight.items()
-            if request_id not in errors and not bad.isdisjoint(request.block_ids)
+            for request in rows
+            if request.request_id not in errors and not bad.isdisjoint(request.block_ids)
         ]
 
     def _fail(self, request: Request, message: str, now: float) -> EngineCoreOutput:
         self._finish(request, Stop(FinishReason.ERROR), now)
-        output = self._output(request, [])
+        output = _output(request, [])
         output.error = message
         return output
 
-    def _append(self, request: Request, sampled: SampledToken, now: float) -> EngineCoreOutput:
-        metrics = request.metrics
-        if metrics.first_token_time is None:
-            metrics.first_token_time = now
-        metrics.token_times.append(now)
-        request.token_ids.append(sampled.token_id)
-        stop = check_stop(request, self._max_model_len, self.kv.capacity)
-        if stop is not None:
-            self._finish(request, stop, now)
-        output = self._output(request, [sampled.token_id])
-        if sampled.logprobs is not None:
-            output.logprobs = [sampled.logprobs]
-        return output
+    def _append_tokens(
+        self,
+        in_flight: Mapping[RequestId, Request],
+        sampled: Mapping[RequestId, SampledToken],
+        now: float,
+    ) -> Iterator[EngineCoreOutput]:
+        """Give each request that still runs its new token; one that was due and got none fails."""
+        running, max_model_len = RequestStatus.RUNNING, self._max_model_len
+        for request_id, request in in_flight.items():  # the hot loop
+            if request.status is not running:  # finished meanwhile, failed or preempted
+                continue
+            token = sampled.get(request_id)
+            if token is None:
+                if request.num_computed_tokens == len(request.token_ids):
+                    yield self._fail(request, _NOT_SAMPLED, now)
+                continue
+            metrics, token_id = request.metrics, token.token_id
+            if metrics.first_token_time is None:
+                metrics.first_token_time = now
+            metrics.token_times.append(now)
+            request.token_ids.append(token_id)
+            stop = check_stop(request, max_model_len, self._capacity)
+            if stop is not None:
+                self._finish(request, stop, now)
+            logprobs = None if token.logprobs is None else [token.logprobs]
+            yield _output(request, [token_id], logprobs)
 
     def _finish(self, request: Request, stop: Stop, now: float) -> None:
         request_id = request.request_id
@@ -348,19 +376,23 @@ class Scheduler:
         request.metrics.finished_time = now
         self.kv.free(request)
         del self._requests[request_id]
-        admitted = request.metrics.first_scheduled_time is not None
-        if admitted and self._in_flight.get(request_id) is not request:
-            self._accountant.closed(request)  # else when the step in flight is counted
+        if self._in_flight.get(request_id) is request:
+            self._ended_in_flight.append(request)  # closed when the step is counted
+        elif request.metrics.first_scheduled_time is not None:
+            self._accountant.closed(request)
 
-    def _output(self, request: Request, new_token_ids: list[int]) -> EngineCoreOutput:
-        return EngineCoreOutput(  # positional: twice as fast, once per request and step
-            request.request_id,
-            new_token_ids,
-            None,  # logprobs
-            None,  # prompt_logprobs
-            request.finish_reason,
-            request.stop_reason,
-            request.num_cached_tokens,
-            None,  # error
-            request.metrics,
-        )
+
+def _output(
+    request: Request, new_token_ids: list[int], logprobs: list[TokenLogprobs] | None = None
+) -> EngineCoreOutput:
+    return EngineCoreOutput(  # positional: twice as fast, once per request and step
+        request.request_id,
+        new_token_ids,
+        logprobs,
+        None,  # prompt_logprobs
+        request.finish_reason,
+        request.stop_reason,
+        request.num_cached_tokens,
+        None,  # error
+        request.metrics,
+    )

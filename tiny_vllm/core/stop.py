@@ -21,14 +21,15 @@ def check_stop(request: Request, max_model_len: int, capacity: int) -> Stop | No
     A request that would need more than ``capacity`` tokens of KV, the whole pool, ends
     with ``length`` and the stop reason KV_CACHE_FULL (its prompt set no smaller limit).
     """
-    num_output, params = len(request.token_ids) - len(request.prompt_token_ids), request.params
+    token_ids, params = request.token_ids, request.params  # read once: the hot path
+    num_tokens = len(token_ids)
+    num_output = num_tokens - len(request.prompt_token_ids)
     if num_output >= params.min_tokens:
-        token_id = request.token_ids[-1]
+        token_id = token_ids[-1]
         if token_id in request.eos_token_ids and not params.ignore_eos:
             return Stop(FinishReason.STOP)
         if token_id in params.stop_token_ids:
             return Stop(FinishReason.STOP, token_id)
-    num_tokens = len(request.token_ids)
     if num_output >= request.max_tokens or num_tokens >= max_model_len:
         return Stop(FinishReason.LENGTH)
     if num_tokens > capacity:

@@ -3,6 +3,7 @@
 Implements `protocol.Engine` over token ids; with a tokenizer it also produces text.
 """
 
+import gc
 from collections.abc import Sequence
 
 from tiny_vllm.config import EngineConfig
@@ -52,7 +53,10 @@ class ExtendedEngine:
         eos = set(worker.eos_token_ids)
         if tokenizer is not None:
             eos.update(tokenizer.eos_token_ids)
-        return cls(worker.info, worker.config, worker.runner, tokenizer, sorted(eos))
+        engine = cls(worker.info, worker.config, worker.runner, tokenizer, sorted(eos))
+        gc.collect()
+        gc.freeze()  # the blocks of a large pool: no collection in a step walks them again
+        return engine
 
     @property
     def ledger(self) -> TokenLedger:

@@ -15,7 +15,7 @@ class RequestGroup:
         self.num_tokens = 0
         self._params = params
         self._latest: dict[str, RequestOutput] = {}
-        self._reported = 0
+        self._num_finished = self._reported = 0
         ids = [request_id] if params.n == 1 else [f"{request_id}/{i}" for i in range(params.n)]
         self.request_ids = ids
 
@@ -29,21 +29,18 @@ class RequestGroup:
     def take(self, output: RequestOutput) -> None:
         """Note the newest output of one child."""
         old = self._latest.get(output.request_id)
-        known = len(old.outputs[0].token_ids) if old else 0
-        self.num_tokens += len(output.outputs[0].token_ids) - known
+        self.num_tokens += output.num_output_tokens - (old.num_output_tokens if old else 0)
+        self._num_finished += output.finished
         self._latest[output.request_id] = output
 
     def just_finished(self) -> int:
         """Children that finished since the last call; keeps empty endings visible."""
-        finished = sum(output.finished for output in self._latest.values())
-        new, self._reported = finished - self._reported, finished
+        new, self._reported = self._num_finished - self._reported, self._num_finished
         return new
 
     @property
     def finished(self) -> bool:
-        return len(self._latest) == len(self.request_ids) and all(
-            output.finished for output in self._latest.values()
-        )
+        return self._num_finished == len(self.request_ids)
 
     def output(self) -> RequestOutput:
         """The group as the caller sees it: one output, ``n`` completions."""
