@@ -53,6 +53,7 @@ class Request:
     cache_salt: str | None = None
     adapter: str | None = None
     use_prefix_cache: bool = True
+    packed_prompt: bytes | None = None  # as `core.block_hash.pack_tokens` makes it, if at hand
 
     token_ids: list[int] = field(init=False)
     status: RequestStatus = field(init=False, default=RequestStatus.WAITING)

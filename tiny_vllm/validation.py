@@ -11,18 +11,25 @@ from tiny_vllm.sampling_params import SamplingParams
 
 
 def validate_request(
-    prompt_token_ids: Sequence[int], params: SamplingParams, vocab_size: int, max_model_len: int
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    vocab_size: int,
+    max_model_len: int,
+    highest: int | None = None,
 ) -> int:
     """Return the number of output tokens the request may have: at least 1.
 
     ``max_tokens`` of None, or one beyond the context limit, becomes what is left of
     ``max_model_len`` after the prompt.
 
+    Args:
+        highest: the highest id of a prompt without negative ones, if it is known.
+
     Raises:
         InvalidRequestError: an empty prompt or an id outside the vocabulary; ``field`` says where.
         RequestTooLongError: the prompt leaves no room for an output token.
     """
-    _check_prompt(prompt_token_ids, vocab_size)
+    _check_prompt(prompt_token_ids, vocab_size, highest)
     _check_ids("stop_token_ids", params.stop_token_ids, vocab_size)
     _check_ids("logit_bias", params.logit_bias or (), vocab_size)
     room = max_model_len - len(prompt_token_ids)
@@ -44,12 +51,15 @@ def validate_cache_salt(cache_salt: object) -> None:
         )
 
 
-def _check_prompt(token_ids: Sequence[int], vocab_size: int) -> None:
+def _check_prompt(token_ids: Sequence[int], vocab_size: int, highest: int | None) -> None:
     if not len(token_ids):
         raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
     # The common case is decided at C speed: a prompt may have 100000 tokens.
-    if set(map(type, token_ids)) == {int} and min(token_ids) >= 0 and max(token_ids) < vocab_size:
-        return
+    if set(map(type, token_ids)) == {int}:
+        if highest is None:
+            highest = max(token_ids) if min(token_ids) >= 0 else vocab_size
+        if highest < vocab_size:
+            return
     for position, token_id in enumerate(token_ids):
         if type(token_id) is not int:
             raise InvalidRequestError(

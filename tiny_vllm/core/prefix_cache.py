@@ -6,11 +6,14 @@ provisional until `commit`: `retract` takes back those whose KV was not computed
 Invariant: a block has an entry exactly when that entry lists the block.
 """
 
+from collections import deque
 from collections.abc import Collection, Sequence
 
 from tiny_vllm.core.block_hash import HashChain, HashFn, blake2b_128
 from tiny_vllm.core.block_pool import Block, Parent, PrefixEntry
 from tiny_vllm.request import BlockHash, Request, RequestId
+
+_RECENT = 16  # arrivals whose hashes a new prompt with the same beginning takes over
 
 
 class PrefixCache:
@@ -21,6 +24,7 @@ class PrefixCache:
         self._hash_fn = hash_fn
         self._entries: dict[BlockHash, PrefixEntry] = {}
         self._chains: dict[RequestId, HashChain] = {}
+        self._recent: deque[HashChain] = deque(maxlen=_RECENT)  # of the last arrivals
         self._provisional: list[tuple[RequestId, Block, PrefixEntry | None]] = []
 
     def __len__(self) -> int:
@@ -28,7 +32,10 @@ class PrefixCache:
 
     def prepare(self, request: Request) -> None:
         """Hash the full blocks known so far. Raises InvalidRequestError for bad token ids."""
-        self._chain(request).extend(request)
+        chain = self._chain(request)
+        chain.extend(request, self._recent)
+        if chain not in self._recent:
+            self._recent.appendleft(chain)
 
     def num_askable(self, num_tokens: int) -> int:
         """Full blocks a look-up may ask for: at least one token is left to compute."""

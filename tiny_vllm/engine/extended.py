@@ -6,7 +6,10 @@ Implements `protocol.Engine` over token ids; with a tokenizer it also produces t
 import gc
 from collections.abc import Sequence
 
+import numpy as np
+
 from tiny_vllm.config import EngineConfig
+from tiny_vllm.core.block_hash import pack_tokens
 from tiny_vllm.core.scheduler import Scheduler
 from tiny_vllm.engine.engine_core import EngineCore
 from tiny_vllm.engine.interrupts import deferred_interrupts
@@ -86,12 +89,14 @@ class ExtendedEngine:
         if params.stop_strings and self.tokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids", "stop")
         validate_cache_salt(cache_salt)
+        packed, highest = _pack(prompt_token_ids)
         max_tokens = validate_request(
-            prompt_token_ids, params, self.info.vocab_size, self.info.max_model_len
+            prompt_token_ids, params, self.info.vocab_size, self.info.max_model_len, highest
         )
         request = Request(
             request_id=RequestId(request_id),
             prompt_token_ids=list(prompt_token_ids),
+            packed_prompt=packed,
             params=params,
             max_tokens=max_tokens,
             eos_token_ids=self._eos_token_ids,
@@ -136,3 +141,17 @@ class ExtendedEngine:
     def shutdown(self) -> None:
         """Refuse further work."""
         self._core.kill("it was shut down")
+
+
+def _pack(token_ids: Sequence[int]) -> tuple[bytes | None, int | None]:
+    """A prompt as the prefix cache hashes it, and its highest id; None for a bad prompt.
+
+    The costs of a long prompt's arrival, paid once and at C speed.
+    """
+    try:
+        packed = pack_tokens(token_ids)
+    except InvalidRequestError:  # the check of the request says what is wrong, and where
+        return None, None
+    if not packed:
+        return None, None
+    return packed, int(np.frombuffer(packed, "<u4").max())

@@ -70,7 +70,8 @@ class OutputProcessor:
 
     def add(self, request: Request, prompt: str | None) -> None:
         """Start following a request."""
-        params, prompt_token_ids = request.params, list(request.prompt_token_ids)
+        params, known = request.params, request.prompt_token_ids
+        prompt_token_ids = known if isinstance(known, list) else list(known)
         detokenizer = None
         if self._tokenizer is not None:
             detokenizer = StreamingDetokenizer(
