@@ -272,7 +272,7 @@ def test_requests_that_cannot_fit_are_counted_not_lost(tmp_path: Path) -> None:
         assert (variant["requests"], variant["failed"]) == (3, 1)
         assert (variant["prompt_tokens"], variant["generated_tokens"]) == (50, 8)
     assert result.exit_code == 0
-    (warning, _) = result.summary["warnings"]
+    warning = result.summary["warnings"][0]  # others may follow: on a busy machine, say
     assert warning.startswith(
         "origin: 1 of 3 requests failed; 1 times: 600 prompt tokens and 4 new ones are 604, "
         "max_model_len=512 holds no more"
