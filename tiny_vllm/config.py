@@ -202,6 +202,7 @@ class HostFacts:
     cuda_reason: str = "no CUDA device"
     triton_fault: str | None = "no CUDA device"  # why Triton kernels cannot run; None if they can
     gpu_memory_bytes: int = 0
+    num_gpus: int = 1  # that torch sees, if any
     cpu_bf16: bool = False  # matrix products in bf16 are native (AVX512-BF16, AMX)
     num_cores: int = 1
     available_memory_bytes: int = 4 << 30
@@ -251,6 +252,12 @@ def _resolve_device(config: EngineConfig, host: HostFacts, pick: Any, given: Any
         if config.device.startswith("cuda") and not host.has_cuda:
             raise ConfigError(
                 f"device={config.device!r} cannot be used: {host.cuda_reason}; use --device cpu"
+            )
+        _, _, index = config.device.partition(":")
+        if index and int(index) >= host.num_gpus:
+            raise ConfigError(
+                f"device={config.device!r} cannot be used: this machine has {host.num_gpus} "
+                f"GPU(s), cuda:0 to cuda:{host.num_gpus - 1}"
             )
     elif host.has_cuda:
         pick("device", "cuda", "a CUDA device is usable")

@@ -21,6 +21,7 @@ def host_facts() -> HostFacts:
         cuda_reason=reason,
         triton_fault=_triton_fault() if has_cuda else reason,
         gpu_memory_bytes=_gpu_memory() if has_cuda else 0,
+        num_gpus=torch.cuda.device_count() if has_cuda else 0,
         cpu_bf16=_cpu_has_bf16(),
         num_cores=usable_cores(),
         available_memory_bytes=available_memory_bytes(),

@@ -21,12 +21,16 @@ def size_kv_pool(loaded: LoadedModel) -> None:
         ConfigError: not even one block fits; names the settings to change.
     """
     config = loaded.config
-    if config.num_blocks is not None:
-        return
     assert config.block_size is not None
     block_bytes = loaded.model_config.kv_bytes_per_token(config.dtype) * config.block_size
+    if config.num_blocks is not None:
+        if loaded.device.type == "cuda":
+            _check_free(loaded, "num_blocks", config.num_blocks, config.num_blocks * block_bytes)
+        return
     budget = config.kv_cache_memory_bytes
     reason = "kv_cache_memory_bytes"
+    if budget is not None:
+        _check_free(loaded, reason, budget, budget)
     if budget is None:
         reserve = _reserve(loaded)
         free, total = torch.cuda.mem_get_info(loaded.device)
@@ -44,6 +48,15 @@ def size_kv_pool(loaded: LoadedModel) -> None:
         )
     reasons = {**config.reasons, "num_blocks": f"{reason} / {block_bytes} bytes a block"}
     loaded.config = config.replace(num_blocks=budget // block_bytes, reasons=reasons)
+
+
+def _check_free(loaded: LoadedModel, name: str, value: int, size: int) -> None:
+    free, _ = torch.cuda.mem_get_info(loaded.device)
+    if size > free:
+        raise ConfigError(
+            f"{name}={value} asks for a KV cache of {size} bytes, {free} bytes of GPU memory "
+            "are free; lower it"
+        )
 
 
 def _reserve(loaded: LoadedModel) -> int:
