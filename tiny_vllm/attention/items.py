@@ -94,15 +94,25 @@ class ItemPlanner:
         num_kv_heads: programs per item.
         block_size: tokens of a KV block.
         num_programs: programs the GPU runs at once; ranges are cut to give each some work.
+        max_tile_rows: widest class that the kernel can be compiled for.
     """
 
     def __init__(
-        self, group: int, num_kv_heads: int, block_size: int, num_programs: int, *, share: bool
+        self,
+        group: int,
+        num_kv_heads: int,
+        block_size: int,
+        num_programs: int,
+        *,
+        share: bool,
+        max_tile_rows: int = TILE_ROWS[-1],
     ) -> None:
+        assert group <= TILE_ROWS[-1], "a tile holds all query heads of a KV head"
         self._group, self._kv_heads = group, num_kv_heads
         self._block_size = block_size
         self._num_programs = num_programs
         self.max_joined_rows = MAX_JOINED_ROWS
+        self._widest = max(max_tile_rows, next(m for m in TILE_ROWS if group <= m))
         self._threshold = MIN_SAVED_TOKENS if share else NEVER_SHARE
 
     def build(
@@ -150,7 +160,7 @@ class ItemPlanner:
     def tile_rows(self, num_tokens: int) -> int:
         """The class of tile for query tokens that see the same keys."""
         rows = num_tokens * self._group
-        return next((m for m in TILE_ROWS if rows <= m), TILE_ROWS[-1])
+        return next((m for m in TILE_ROWS if rows <= m <= self._widest), self._widest)
 
 
 class _Build:

@@ -14,6 +14,7 @@ from tiny_vllm.attention.torch_backend import TorchAttention
 from tiny_vllm.models.loader import LoadedModel
 from tiny_vllm.ops.memory import to_device
 from tiny_vllm.protocol import ModelRunnerOutput, SampledToken, SchedulerOutput
+from tiny_vllm.request import RequestId
 from tiny_vllm.sampler import SampleError, Sampler, prompt_logprobs
 from tiny_vllm.worker.input_batch import BatchRow, InputBatch, StepBatch
 
@@ -45,6 +46,7 @@ class ModelRunner:
         self._batch = InputBatch(loaded.config.seed, loaded.device)
         self._sampler = Sampler()
         self._loop, self._run_ahead = decode_loop, run_ahead
+        self._block_size = loaded.config.block_size or 1
         self._ahead: Ticket | None = None  # of the step after the last one returned
 
     @torch.inference_mode()
@@ -55,7 +57,10 @@ class ModelRunner:
             return ModelRunnerOutput()
         counts = list(scheduler_output.num_scheduled_tokens.values())
         if self._loop is not None:
-            if all(r.num_tokens == r.num_computed_tokens + 1 for r in rows):
+            is_decode = all(r.num_tokens == r.num_computed_tokens + 1 for r in rows)
+            if is_decode and not reads_what_is_written(
+                rows, {new.request_id for new in scheduler_output.new_requests}, self._block_size
+            ):
                 return self._decode(self._loop, rows, grew)
             self._loop.forget()
             self._ahead = None
@@ -161,6 +166,22 @@ class ModelRunner:
             end = min(begin + _LOGIT_ROWS, count)
             logits = self._decoder.logits(hidden[begin:end])
             row.prompt_logprobs.extend(prompt_logprobs(logits, targets[begin:end], num_top))
+
+
+def reads_what_is_written(rows: list[BatchRow], new_ids: set[RequestId], block_size: int) -> bool:
+    """True when a row that is new in this step reads a block that another one fills in it.
+
+    The decode loop may store a row's newest key while it attends, so others must not read
+    it in that step. Only a new row can: a block that somebody shares is full.
+    """
+    if not new_ids:
+        return False
+    written = {int(row.block_ids[row.num_computed_tokens // block_size]) for row in rows}
+    return any(
+        not written.isdisjoint(row.block_ids[: row.num_computed_tokens // block_size].tolist())
+        for row in rows
+        if row.request_id in new_ids
+    )
 
 
 def build_runner(loaded: LoadedModel) -> ModelRunner:
