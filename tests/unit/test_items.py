@@ -293,28 +293,29 @@ def test_a_row_whose_last_block_is_shared_as_it_fills_has_an_empty_tail():
     check_growth(plan, batch, 16, 4, [1, 16, 100])
 
 
-def test_the_number_of_parts_is_bounded():
+def test_the_number_of_runs_is_bounded():
     """A chain of ever longer prefixes: more runs than a row may have."""
     rows = [Branch(None, 0, 200, 1)]
     rows += [Branch(i, 1000, 200, 1) for i in range(24)]
     batch = make_batch(rows, 16)
-    plan = planner(num_programs=1).build(batch, lambda p: True)
-    check_plan(plan, batch, 16, 4)
-    runs = max(
-        sum(part < MAX_RUNS_PER_ROW for part in parts)
-        for parts in check_cover(plan, batch, 16, 4).parts.values()
-    )
-    assert runs <= MAX_RUNS_PER_ROW
+    plan = planner(num_programs=1).build(batch)
+    reads = check_plan(plan, batch, 16, 4)
+    assert max(map(len, reads.parts.values())) > MAX_RUNS_PER_ROW
+    tails = {t: min(begin for begin, _ in spans) for t, spans in reads.tails.items()}
+    assert tails[24] < 24 * 192  # the deepest shared blocks are read with the tail
     assert plan.tokens_read < int(batch.num_computed.sum())
 
 
-def test_cuts_do_not_depend_on_the_block_size_or_the_prefix():
-    """Aligned to absolute positions: two rows cut the same context at the same places."""
-    for own in (1, 37, 300):
+def test_cuts_lie_at_the_same_positions_whatever_follows():
+    """Two batches cut one prefix at the same places: partial results do not change."""
+    places = []
+    for own in (1, 37, 60):
         batch = siblings(8, 2048, own)
-        spans = check_plan(planner().build(batch), batch, 16, 4).runs
-        (ranges,) = spans.values()
+        reads = check_plan(planner().build(batch), batch, 16, 4)
+        (ranges,) = reads.runs.values()
         assert all(begin % MIN_SEGMENT == 0 for begin, _ in ranges)
+        places.append(ranges)
+    assert places[0] == places[1] == places[2] and len(places[0]) > 1
 
 
 def test_chunks_that_run_elsewhere_leave_the_others_alone():

@@ -110,11 +110,7 @@ class HashChain:
             if chain.tokens[best] != packed[best * step : (best + 1) * step]:
                 continue
             depth = next(
-                (
-                    i
-                    for i in range(limit)
-                    if chain.tokens[i] != packed[i * step : (i + 1) * step]
-                ),
+                (i for i in range(limit) if chain.tokens[i] != packed[i * step : (i + 1) * step]),
                 limit,
             )
             if depth > best:
