@@ -251,6 +251,8 @@ def test_a_signal_to_end_is_like_ctrl_c(
 ) -> None:
     """SIGTERM used to leave the manifest at `running`."""
     number = getattr(signal, name)
+    if signal.getsignal(number) is not signal.SIG_DFL:  # nohup ignores SIGHUP, and so does bench
+        pytest.skip(f"{name} is not at its default here")
 
     def ended(*args: Any, **kwargs: Any) -> Any:
         os.kill(os.getpid(), number)
