@@ -31,6 +31,7 @@ SWITCHES = (
 )
 LARGE_GPU = 64 << 30  # bytes
 MAX_HEAD_DIM = 256  # of the Triton attention kernel
+MAX_GROUP = 128  # query heads of a KV head, likewise
 MAX_THREADS = 1024  # far more would end the process inside the thread library
 _T = TypeVar("_T")
 
@@ -271,6 +272,10 @@ def _resolve_backend(
     fault = "kernels run on a GPU only" if is_cpu else host.triton_fault
     if fault is None and (model.head_dim > MAX_HEAD_DIM or model.head_dim % 2):
         fault = f"head_dim={model.head_dim}: the kernels take even sizes up to {MAX_HEAD_DIM}"
+    if fault is None and model.num_heads > MAX_GROUP * model.num_kv_heads:
+        fault = (
+            f"more than {MAX_GROUP} query heads share a KV head: no tile of the kernels holds them"
+        )
     if given("attention_backend"):
         if config.attention_backend == "triton" and fault is not None:
             raise ConfigError(

@@ -14,7 +14,7 @@ import torch
 
 from tests.kernels import plain_kernels
 from tiny_vllm.attention.torch_backend import TorchAttention
-from tiny_vllm.attention.triton_backend import TritonAttention
+from tiny_vllm.attention.triton_backend import DecodeBuffers, TritonAttention
 from tiny_vllm.config import EngineConfig, ModelConfig
 from tiny_vllm.core.scheduler import Scheduler
 from tiny_vllm.engine.engine_core import EngineCore
@@ -297,14 +297,37 @@ def test_families(device, changes, monkeypatch, graphs):
     lab.compare(random_traffic(np.random.default_rng(7), 8), graphs=graphs)
 
 
-def test_long_decodes_outgrow_their_plan(quick, graphs):
+def test_long_decodes_outgrow_their_plan(quick, graphs, monkeypatch):
     """A plan holds until a tail has grown by a segment; then there is a new one."""
+    plans = []
+    load_plan = DecodeBuffers.load_plan
+    monkeypatch.setattr(DecodeBuffers, "load_plan", lambda *a: plans.append(0) or load_plan(*a))
     rng = np.random.default_rng(5)
     common = tokens_of(rng, 64)
     traffic = Traffic()
     for i in range(3):
         traffic.add(0, common + tokens_of(rng, i), 290 + i)
     quick.compare(traffic, graphs=graphs)
+    # One for each set of rows, and one or two more for a context of three segments.
+    assert 4 <= len(plans) <= 8
+
+
+@pytest.mark.parametrize("changes", [{}, {"qk_norm": True}], ids=["plain", "qk_norm"])
+def test_padding_stores_nothing(quick, changes, graphs):
+    """Three rows run where four did; the blocks of the fourth stay as they were cached."""
+    lab = Lab(quick.device, dataclasses.replace(MODEL, **changes))
+    rng = np.random.default_rng(14)
+    prompts = [tokens_of(rng, 33 + i) for i in range(4)]
+    core = lab.core(True, graphs=graphs)
+    traffic = Traffic()
+    for i, prompt in enumerate(prompts):
+        traffic.add(0, prompt, 3 if i == 3 else 40)
+    lab.serve(traffic, core)
+    again = Traffic()
+    again.add(0, [*prompts[3], 1], 12, "again")
+    served = lab.serve(again, core)
+    assert served.cached["again"] == 32
+    assert served.tokens["again"] == continuation(lab, [*prompts[3], 1], 12)
 
 
 @pytest.mark.parametrize("requests", [3, 9])

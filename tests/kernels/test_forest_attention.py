@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from tests.kernels.forests import Branch, batches, make_batch
 from tiny_vllm.attention.items import TILE_ROWS, ItemPlanner
 from tiny_vllm.attention.metadata import AttentionBatch
-from tiny_vllm.ops.kernels.attention import forest_attention, merge_parts, tile_config
+from tiny_vllm.ops.kernels.attention import (
+    forest_attention,
+    max_tile_rows,
+    merge_parts,
+    tile_config,
+)
 from tiny_vllm.ops.kernels.rotary import rotary_store
 from tiny_vllm.ops.rotary import RotaryEmbedding
 
@@ -96,7 +101,14 @@ class Case:
 
     def plan(self, share=True, num_programs=24, skip=None):
         group = self.heads // self.kv_heads
-        planner = ItemPlanner(group, self.kv_heads, self.block_size, num_programs, share=share)
+        planner = ItemPlanner(
+            group,
+            self.kv_heads,
+            self.block_size,
+            num_programs,
+            share=share,
+            max_tile_rows=max_tile_rows(self.head_dim, self.dtype),
+        )
         return planner.build(self.batch, skip=skip)
 
     def run(self, plan, *, rotate=None, q=None, programs=5, capability=None, is_busy=True):

@@ -112,7 +112,7 @@ class ItemPlanner:
         self._block_size = block_size
         self._num_programs = num_programs
         self.max_joined_rows = MAX_JOINED_ROWS
-        self._widest = max(max_tile_rows, next(m for m in TILE_ROWS if group <= m))
+        self.widest = max(max_tile_rows, next(m for m in TILE_ROWS if group <= m))
         self._threshold = MIN_SAVED_TOKENS if share else NEVER_SHARE
 
     def build(
@@ -160,7 +160,7 @@ class ItemPlanner:
     def tile_rows(self, num_tokens: int) -> int:
         """The class of tile for query tokens that see the same keys."""
         rows = num_tokens * self._group
-        return next((m for m in TILE_ROWS if rows <= m <= self._widest), self._widest)
+        return next((m for m in TILE_ROWS if rows <= m <= self.widest), self.widest)
 
 
 class _Build:

@@ -18,7 +18,13 @@ from tiny_vllm.attention.items import TILE_ROWS, ItemPlan, ItemPlanner
 from tiny_vllm.attention.long_prefill import LongChunk, LongPrefill
 from tiny_vllm.attention.metadata import AttentionBatch, IntArray
 from tiny_vllm.config import ModelConfig
-from tiny_vllm.ops.kernels.attention import TileConfig, forest_attention, merge_parts, tile_config
+from tiny_vllm.ops.kernels.attention import (
+    TileConfig,
+    forest_attention,
+    max_tile_rows,
+    merge_parts,
+    tile_config,
+)
 from tiny_vllm.ops.kernels.launch import use_pdl
 from tiny_vllm.ops.kernels.rotary import rotary_store
 from tiny_vllm.ops.rotary import RotaryEmbedding
@@ -143,7 +149,10 @@ class TritonAttention:
         self.pdl = use_pdl(device)
         self.long_prefill = LongPrefill(config, block_size, dtype, device)
         group = config.num_heads // config.num_kv_heads
-        self.planner = ItemPlanner(group, config.num_kv_heads, block_size, 2 * sms, share=share)
+        widest = max_tile_rows(config.head_dim, dtype)
+        self.planner = ItemPlanner(
+            group, config.num_kv_heads, block_size, 2 * sms, share=share, max_tile_rows=widest
+        )
 
     def plan(self, batch: AttentionBatch) -> tuple[TritonStep, KvBytes]:
         """Plan a step of any kind."""
@@ -181,7 +190,8 @@ class TritonAttention:
         positions, rows, table, q_index, starts, counts, items = upload(arrays, self.device)
         ids = torch.zeros(count, dtype=torch.int64, device=self.device)
         for num_works in (0, 1 << 30):
-            classes = {m: (items, 1, self.tile(m, num_works)[0]) for m in TILE_ROWS}
+            usual = [m for m in TILE_ROWS if m <= self.planner.widest]
+            classes = {m: (items, 1, self.tile(m, num_works)[0]) for m in usual}
             step = TritonStep(
                 self, positions, rows, table, classes, counts, q_index, starts,
                 self.new_parts(1), True,

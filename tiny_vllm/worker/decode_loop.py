@@ -103,11 +103,12 @@ class DecodeLoop:
         before = torch.cuda.memory_reserved(self._device)
         start = time.perf_counter()
         group = self._backend.config.num_heads // self._backend.config.num_kv_heads
-        small, wide = TILE_ROWS[:2]
+        planner = self._backend.planner
+        small, wide = planner.tile_rows(1), min(planner.widest, TILE_ROWS[1])
         for bucket in reversed(self._buckets):  # largest first: smaller ones reuse its memory
             for has_parts in (False, True):
                 self._graph((bucket, (small,), has_parts))
-            if bucket * group > small:
+            if bucket * group > small and wide > small:
                 joined = (wide,) if bucket <= MAX_JOINED_ROWS else (small, wide)
                 self._graph((bucket, joined, True))
         torch.cuda.synchronize(self._device)

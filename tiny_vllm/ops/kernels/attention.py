@@ -273,13 +273,15 @@ def tile_config(
             item counts, and deep prefetch in few programs is faster.
     """
     if dtype is torch.float32:
-        return TileConfig(16 if head_dim > 128 else 32, 4 if block_m < 128 else 8, 2, 1)
+        warps = {16: 4, 64: 8, 128: 16}[block_m]
+        return TileConfig(32 if head_dim <= 64 else 16, warps, 2, 1)
     large = capability >= 90
     if head_dim > 128:
-        return TileConfig(32, 4 if block_m < 128 else 8, 2, 1)
+        return TileConfig(32, 4 if block_m == 16 else 8, 2, 1)
     if head_dim > 64:
         stages = 3 if large else 2
-        return TileConfig(64 if large else 32, 4 if block_m < 128 else 8, stages, 2)
+        warps, programs = (8, 1) if block_m == 128 else (4, 2)
+        return TileConfig(64 if large else 32, warps, stages, programs)
     if block_m == 16:
         if is_busy:
             return TileConfig(64, 4, 3, 6) if large else TileConfig(64, 4, 2, 4)
@@ -287,6 +289,16 @@ def tile_config(
     if block_m == 64:
         return TileConfig(64, 4, 5 if large else 3, 3)
     return TileConfig(64, 4, 3, 2) if large else TileConfig(64, 8, 2, 1)
+
+
+def max_tile_rows(head_dim: int, dtype: torch.dtype) -> int:
+    """The widest class that fits the shared memory of all GPUs since Ampere without spills.
+
+    Read off code compiled for sm_80, sm_86, sm_89 and sm_90.
+    """
+    if head_dim <= 128:
+        return 128
+    return 16 if dtype is torch.float32 else 64
 
 
 def forest_attention(
@@ -339,7 +351,7 @@ def forest_attention(
         q.stride(0), k_cache.stride(0), block_table.stride(0),
         scale * 1.4426950408889634, window or OPEN_END,
         KV_HEADS=kv_heads, GROUP=q.shape[1] // kv_heads, HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim), BLOCK_SIZE=block_size, BLOCK_M=block_m,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)), BLOCK_SIZE=block_size, BLOCK_M=block_m,
         BLOCK_N=config.block_n, ROTATE=rotate is not None,
         COUNT=class_index, WINDOWED=window is not None,
         PRECISION="ieee" if q.dtype is torch.float32 else "tf32",
