@@ -28,7 +28,9 @@ def venv(tmp_path: Path) -> Path:
 
 
 def make(venv: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    environ = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "PY", "MAKEFLAGS")}
+    # These tests may themselves run under make, whose variables they must not inherit.
+    outer = ("PYTHON", "PY", "VENV", "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "MAKEOVERRIDES")
+    environ = {k: v for k, v in os.environ.items() if k not in outer}
     return subprocess.run(
         ["make", *arguments, f"VENV={venv}"], cwd=ROOT, env=environ, capture_output=True, text=True
     )
