@@ -134,3 +134,12 @@ def test_null_cache_has_the_same_face_and_hashes_nothing():
     assert found(cache, [1, 2, 3]) == []
     assert cache.num_askable(9) == 0
     assert (request.block_hashes, blocks[0].entry, len(cache)) == ([], None, 0)
+
+
+def test_a_request_prepared_again_does_not_copy_from_its_emptied_chain() -> None:
+    cache, request = PrefixCache(2), make_request("again", list(range(9)))
+    cache.prepare(request)
+    hashes = list(request.block_hashes)
+    cache.forget_request(request)
+    cache.prepare(request)
+    assert len(hashes) == 4 and request.block_hashes == hashes

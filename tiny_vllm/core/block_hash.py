@@ -103,7 +103,8 @@ class HashChain:
         step = 4 * self._block_size
         best, source = 0, self
         for chain in known:
-            limit = min(full, len(chain.tokens))
+            # A request that is prepared again empties the hashes of its earlier chain.
+            limit = min(full, len(chain.tokens), len(chain.hashes))
             if chain.root != self.root or limit <= best:
                 continue
             # Deeper than the best so far? Most chains part here.
