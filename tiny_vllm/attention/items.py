@@ -16,12 +16,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tiny_vllm.attention.metadata import AttentionBatch, IntArray
-from tiny_vllm.attention.planner import Forest, build_forest
+from tiny_vllm.attention.planner import (
+    MIN_SAVED_TOKENS,
+    NEVER_SHARE,
+    Forest,
+    build_forest,
+)
 
 TILE_ROWS = (16, 64, 128)  # query rows (tokens x heads of a KV head) of the tile classes
 OPEN_END = 2**31 - 1
-MIN_SAVED_TOKENS = 128
-NEVER_SHARE = 1 << 60
 MAX_JOINED_ROWS = 64  # so many decodes run their tails with their wide runs, in one launch
 _MIN_SEGMENT, _MAX_SEGMENT = 128, 1 << 14
 _UNCUT = 1 << 30
@@ -111,7 +114,6 @@ class ItemPlanner:
         self._group, self._kv_heads = group, num_kv_heads
         self._block_size = block_size
         self._num_programs = num_programs
-        self.max_joined_rows = MAX_JOINED_ROWS
         self.widest = max(max_tile_rows, next(m for m in TILE_ROWS if group <= m))
         self._threshold = MIN_SAVED_TOKENS if share else NEVER_SHARE
 
@@ -189,7 +191,7 @@ class _Build:
         self._decodes = bool((self._lens == 1).all())
         widest = max((len(run.rows) for run in forest.runs), default=0)
         is_wide = planner.tile_rows(widest) > TILE_ROWS[0]
-        joins = self._decodes and is_wide and len(self._lens) <= planner.max_joined_rows
+        joins = self._decodes and is_wide and len(self._lens) <= MAX_JOINED_ROWS
         self._tail_class = max(planner.tile_rows(1), TILE_ROWS[joins])
         self._columns = {m: _Columns() for m in TILE_ROWS}
         self._valid_until = np.full(len(self._lens), np.iinfo(np.int64).max)

@@ -16,6 +16,8 @@ import numpy as np
 
 from tiny_vllm.attention.metadata import IntArray
 
+MIN_SAVED_TOKENS = 128  # a run that saves fewer reads is not worth an item and a merge
+NEVER_SHARE = 1 << 60
 MAX_RUNS_PER_ROW = 8  # merging costs more than the reads it saves beyond this
 
 

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor
 
 from tiny_vllm.attention.metadata import AttentionBatch, IntArray
-from tiny_vllm.attention.planner import Forest, build_forest
+from tiny_vllm.attention.planner import (
+    MIN_SAVED_TOKENS,
+    NEVER_SHARE,
+    Forest,
+    build_forest,
+)
 
-MIN_SAVED_TOKENS = 128
 SHORT_TAIL_TOKENS = 256  # shorter private tails of decodes are gathered and run together
-NEVER_SHARE = 1 << 60
 FEW_TOKENS = 4  # a run is read in pieces for at most so many query tokens
 MIN_PIECE_TOKENS = 512
 PIECES = 2

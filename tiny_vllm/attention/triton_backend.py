@@ -140,7 +140,7 @@ class TritonAttention:
         self.config, self.block_size, self.device = config, block_size, device
         self.scale = config.head_dim**-0.5
         self._dtype = dtype
-        self._token_bytes = config.kv_bytes_per_token(str(dtype).split(".")[-1])
+        self.token_bytes = config.kv_bytes_per_token(str(dtype).split(".")[-1])
         shape = (config.num_layers, config.num_kv_heads, num_blocks * block_size, config.head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device).unbind()
         self.values = torch.zeros(shape, dtype=dtype, device=device).unbind()
@@ -159,7 +159,7 @@ class TritonAttention:
         is_long = self.long_prefill.takes(batch)
         plan = self.planner.build(batch, self._fits, skip=is_long)
         row_of_token = np.repeat(np.arange(len(batch.num_computed)), batch.query_lens)
-        counts = np.array([len(plan.items.get(rows, ())) for rows in TILE_ROWS], np.int32)
+        counts = _counts(plan)
         arrays = [batch.positions(), row_of_token, batch.block_tables, plan.q_index]
         arrays += [plan.part_start, counts, *plan.items.values()]
         positions, rows, table, q_index, part_start, counts_there, *items = upload(
@@ -218,12 +218,7 @@ class TritonAttention:
     def kv_bytes(self, batch: AttentionBatch, plan: ItemPlan) -> KvBytes:
         """Bytes that per-request attention would read, and that ``plan`` reads."""
         logical = int((batch.num_computed + batch.query_lens).sum())
-        return KvBytes(logical * self._token_bytes, plan.tokens_read * self._token_bytes)
-
-    @property
-    def token_bytes(self) -> int:
-        """KV bytes of a token, all layers."""
-        return self._token_bytes
+        return KvBytes(logical * self.token_bytes, plan.tokens_read * self.token_bytes)
 
     def scrub(self, block_ids: IntArray) -> None:
         """Nothing to do: the kernel never multiplies by what a request may not see."""
@@ -242,6 +237,11 @@ def step_part_bytes(config: ModelConfig, max_tokens: int) -> int:
 def working_bytes(config: ModelConfig, max_tokens: int) -> int:
     """Memory of the backend beside the KV pool, at most."""
     return _DECODE_PART_BYTES + step_part_bytes(config, max_tokens)
+
+
+def _counts(plan: ItemPlan) -> IntArray:
+    """Items of each class, in the order of TILE_ROWS."""
+    return np.array([len(plan.items.get(rows, ())) for rows in TILE_ROWS], np.int32)
 
 
 def _device_facts(device: torch.device) -> tuple[int, int]:
@@ -270,7 +270,12 @@ class DecodeBuffers:
         config = backend.config
         self._max_slots = _DECODE_PART_BYTES // part_bytes(config)
         self._parts = backend.new_parts(self._max_slots)
-        sizes = [max_rows + 1, 4, max_rows * 16, *[_MAX_DECODE_ITEMS * 8] * len(TILE_ROWS)]
+        sizes = [
+            max_rows + 1,
+            len(TILE_ROWS),
+            max_rows * 16,
+            *[_MAX_DECODE_ITEMS * 8] * len(TILE_ROWS),
+        ]
         self._ints = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         views = self._ints.split(sizes)
         self._part_start, self._counts, self._q_index = views[:3]
@@ -283,13 +288,10 @@ class DecodeBuffers:
             (plan, tile classes with items, whether anything is merged).
         """
         plan = self._backend.planner.build(batch, self._fits)
-        counts = np.zeros(4, np.int32)
-        for i, rows in enumerate(TILE_ROWS):
-            counts[i] = len(plan.items.get(rows, ()))
         # Padded tokens own no slots.
         tail = np.full(self.max_rows + 1 - len(plan.part_start), plan.num_slots, np.int32)
         targets = [self._part_start, self._counts, self._q_index[: plan.q_index.size]]
-        arrays = [np.concatenate((plan.part_start, tail)), counts, plan.q_index]
+        arrays = [np.concatenate((plan.part_start, tail)), _counts(plan), plan.q_index]
         for rows, table in plan.items.items():
             targets.append(self._items[rows][: len(table)])
             arrays.append(table)

@@ -117,9 +117,7 @@ class BlockPool:
 
     def acquire(self, block: Block) -> None:
         """Add a reference; a cached block leaves the middle of the free list."""
-        if block.ref_count == 0:
-            self._unlink(block)
-        block.ref_count += 1
+        self.acquire_all((block,))
 
     def acquire_all(self, blocks: Sequence[Block]) -> None:
         """`acquire` for many: a hit on a long prefix has hundreds."""

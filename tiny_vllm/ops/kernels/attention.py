@@ -16,9 +16,7 @@ from torch import Tensor
 
 from tiny_vllm.ops.kernels.launch import options, wait_for_earlier
 
-ITEM_FIELDS = 8  # row, kv_begin, kv_end, q_begin, q_count, part, final, unused
 OPEN_END = 2**31 - 1  # kv_end of a tail that grows with its request
-MAX_HEAD_DIM = 256
 _MERGE_PARTS = 16
 _MANY_TOKENS = 96  # they fill the GPU without a program for each head
 
