@@ -4,6 +4,7 @@
 vocabulary and has room for at least one output token. Stdlib only.
 """
 
+import operator
 from collections.abc import Iterable, Sequence
 
 from tiny_vllm.errors import InvalidRequestError, RequestTooLongError
@@ -55,7 +56,7 @@ def _check_prompt(token_ids: Sequence[int], vocab_size: int, highest: int | None
     if not len(token_ids):
         raise InvalidRequestError("the prompt is empty; give at least one token", "prompt")
     # The common case is decided at C speed: a prompt may have 100000 tokens.
-    if set(map(type, token_ids)) == {int}:
+    if operator.countOf(map(type, token_ids), int) == len(token_ids):
         if highest is None:
             highest = max(token_ids) if min(token_ids) >= 0 else vocab_size
         if highest < vocab_size:

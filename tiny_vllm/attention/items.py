@@ -27,6 +27,7 @@ TILE_ROWS = (16, 64, 128)  # query rows (tokens x heads of a KV head) of the til
 OPEN_END = 2**31 - 1
 MAX_JOINED_ROWS = 64  # so many decodes run their tails with their wide runs, in one launch
 _MIN_SEGMENT, _MAX_SEGMENT = 128, 1 << 14
+_SMALL_SEGMENT = 512
 _UNCUT = 1 << 30
 
 
@@ -237,7 +238,9 @@ class _Build:
             for _, begin, end, tokens in runs:
                 rows = len(tokens) * self._p._group
                 work += -(-rows // self._tile_rows(tokens)) * (end - begin)
-        return self._p.segment(work)
+        segment = self._p.segment(work)
+        # Little work is latency: longer ranges leave fewer parts to merge (measured).
+        return 2 * segment if self._decodes and segment <= _SMALL_SEGMENT else segment
 
     def _tile_rows(self, tokens: IntArray) -> int:
         rows = self._p.tile_rows(len(tokens))

@@ -186,10 +186,10 @@ def _merge_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """One program a token and head; parts in order, so the sum does not depend on timing."""
-    wait_for_earlier(PDL)
     token, head = tl.program_id(0), tl.program_id(1)
-    begin = tl.load(part_start_ptr + token)
+    begin = tl.load(part_start_ptr + token)  # of the plan: older than the kernel before
     end = tl.load(part_start_ptr + token + 1)
+    wait_for_earlier(PDL)
     if begin == end:  # written by its only item
         return
     offs_p = tl.arange(0, BLOCK_P)
@@ -222,10 +222,10 @@ def _merge_many_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     """`_merge_kernel` for many tokens of few parts: a program takes several heads."""
-    wait_for_earlier(PDL)
     token = tl.program_id(0)
     begin = tl.load(part_start_ptr + token)
     end = tl.load(part_start_ptr + token + 1)
+    wait_for_earlier(PDL)
     if begin == end:
         return
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
