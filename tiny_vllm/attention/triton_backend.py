@@ -19,6 +19,7 @@ from tiny_vllm.attention.long_prefill import LongChunk, LongPrefill
 from tiny_vllm.attention.metadata import AttentionBatch, IntArray
 from tiny_vllm.config import ModelConfig
 from tiny_vllm.ops.kernels.attention import (
+    MANY_TOKENS,
     TileConfig,
     forest_attention,
     max_tile_rows,
@@ -184,7 +185,11 @@ class TritonAttention:
             forward: the decoder's fused pass, (input ids, positions, step).
         """
         self.long_prefill.warm_up(max_tokens, self.keys[0])
-        count = 2 * TILE_ROWS[0]  # padded tokens; too many for the products of a few rows
+        # Padded tokens: too many for the products of a few rows, then also for the merge of few.
+        for count in (2 * TILE_ROWS[0], MANY_TOKENS):
+            self._warm_up_kernels(forward, count)
+
+    def _warm_up_kernels(self, forward: Callable[..., Tensor], count: int) -> None:
         arrays = [np.full(count, -1), np.zeros(count), np.zeros((1, 1)), np.zeros(count)]
         arrays += [np.zeros(count + 1), np.zeros(len(TILE_ROWS)), np.zeros((1, 8))]
         positions, rows, table, q_index, starts, counts, items = upload(arrays, self.device)

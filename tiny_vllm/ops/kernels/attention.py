@@ -18,7 +18,7 @@ from tiny_vllm.ops.kernels.launch import options, wait_for_earlier
 
 OPEN_END = 2**31 - 1  # kv_end of a tail that grows with its request
 _MERGE_PARTS = 16
-_MANY_TOKENS = 96  # they fill the GPU without a program for each head
+MANY_TOKENS = 96  # they fill the GPU without a program for each head
 
 
 @triton.jit
@@ -369,7 +369,7 @@ def merge_parts(
     """
     num_tokens, heads, head_dim = out.shape
     padded = triton.next_power_of_2(head_dim)
-    if num_tokens >= _MANY_TOKENS:
+    if num_tokens >= MANY_TOKENS:
         block_h = min(triton.next_power_of_2(heads), max(1, 1024 // padded))
         _merge_many_kernel[(num_tokens, triton.cdiv(heads, block_h))](
             parts[0], parts[1], part_start, out,
