@@ -318,6 +318,8 @@ def test_interrupt_leaves_no_dead_state():
     script = """
         import os, signal, threading
         from tiny_vllm import LLM, SamplingParams
+        # A shell's background jobs are born with the signal ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         llm = LLM("smollm2-135m", max_model_len=2048, debug_checks=True)
         params = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
         threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGINT)).start()
