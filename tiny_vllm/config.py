@@ -23,6 +23,7 @@ POSITIVE_SETTINGS = (
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 SWITCHES = (
     "enable_prefix_caching",
+    "enable_partial_block_reuse",
     "enable_chunked_prefill",
     "use_cuda_graph",
     "async_scheduling",
@@ -131,6 +132,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     max_num_seqs: int | None = None
     enable_prefix_caching: bool = True
+    enable_partial_block_reuse: bool = True
     enable_chunked_prefill: bool = True
     use_cuda_graph: bool = True
     attention: str = "forest"

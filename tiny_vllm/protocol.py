@@ -10,7 +10,7 @@ A request's row in a step:
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from tiny_vllm.outputs import FinishReason, RequestMetrics, RequestOutput, TokenLogprobs
 from tiny_vllm.request import BlockId, RequestId
@@ -48,9 +48,19 @@ class CachedRequestData:
     num_computed_tokens: int
 
 
+class BlockCopy(NamedTuple):
+    """Copy the KV of the first ``num_tokens`` tokens of one block to another."""
+
+    source: BlockId
+    target: BlockId
+    num_tokens: int
+
+
 @dataclass(slots=True)
 class SchedulerOutput:
     """One step. ``num_scheduled_tokens`` gives the order of the batch.
+
+    ``block_copies`` come before everything else, all read before any is written.
 
     The runner samples for each request whose scheduled tokens reach the end of its
     known tokens, and appends the sampled token to its own copy of the request.
@@ -61,6 +71,7 @@ class SchedulerOutput:
     cached_requests: list[CachedRequestData] = field(default_factory=list)
     num_scheduled_tokens: dict[RequestId, int] = field(default_factory=dict)
     removed_request_ids: list[RequestId] = field(default_factory=list)  # finished or preempted
+    block_copies: list[BlockCopy] = field(default_factory=list)
     num_decode_tokens: int = 0
     num_prefill_tokens: int = 0
 
@@ -159,6 +170,7 @@ class TokenLedger:
     prompt_tokens: int = 0
     computed_tokens: int = 0  # prompt tokens run through the model the first time
     cached_tokens: int = 0  # prompt tokens taken from the cache at first admission
+    copied_tokens: int = 0  # of these, tokens copied from a block that matched in part
     recomputed_tokens: int = 0  # tokens run again after a preemption
     decoded_tokens: int = 0  # output tokens fed back through the model the first time
     forward_tokens: int = 0

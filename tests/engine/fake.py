@@ -79,6 +79,7 @@ class FakeRunner:
     def execute(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         self.steps.append(scheduler_output)
         self._update_rows(scheduler_output)
+        self._copy(scheduler_output)
         scheduled = scheduler_output.num_scheduled_tokens
         errors = {i: self.fail.pop(i) for i in list(scheduled) if i in self.fail}
         result = ModelRunnerOutput(errors=errors)
@@ -117,6 +118,15 @@ class FakeRunner:
         row = self.rows[cached.request_id]
         row.block_ids += cached.new_block_ids
         assert row.num_computed == cached.num_computed_tokens
+
+    def _copy(self, step: SchedulerOutput) -> None:
+        found: dict[int, int] = {}
+        for source, target, num_tokens in step.block_copies:
+            assert 0 < num_tokens < self.block_size
+            for i in range(num_tokens):
+                assert source * self.block_size + i in self.kv, "a copy of what was never computed"
+                found[target * self.block_size + i] = self.kv[source * self.block_size + i]
+        self.kv |= found
 
     def _slot(self, row: Row, position: int) -> int:
         return row.block_ids[position // self.block_size] * self.block_size + (

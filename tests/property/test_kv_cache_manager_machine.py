@@ -1,7 +1,8 @@
 """A state machine over the KV cache manager against a slow model made of dictionaries.
 
 The model keeps, for every block, the prefix it holds (nothing is hashed), and expects of
-each look-up exactly the longest chain of such prefixes.
+each look-up exactly the longest chain of such prefixes, and of a copy that the tokens are
+there, are those of the request, and are as many as any published block could give.
 """
 
 from hypothesis import settings
@@ -19,7 +20,7 @@ from hypothesis.stateful import (
 
 from tests.engine.fake import make_request
 from tiny_vllm.core.block_hash import blake2b_128
-from tiny_vllm.core.kv_cache_manager import NO_HIT, KVCacheManager
+from tiny_vllm.core.kv_cache_manager import NO_HIT, KVCacheManager, PrefixHit
 from tiny_vllm.request import Request
 
 Prefix = tuple[str | None, tuple[int, ...]]
@@ -37,17 +38,22 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.count = 0
         self.held: dict[int, Prefix] = {}  # block -> published prefix
         self.step: list[tuple[str, int, Prefix]] = []  # published since the last commit
+        self.kv_of: dict[tuple[int, int], Prefix] = {}  # (block, offset) -> the prefix up to it
+        self.running: list[tuple[int, int]] = []  # slots that this step computes
+        self.computed: dict[str, int] = {}  # tokens of its requests before this step
 
     @initialize(
         num_blocks=st.integers(3, 12),
         block_size=st.integers(1, 4),
         weak=st.booleans(),
+        partial=st.booleans(),
     )
-    def build(self, num_blocks: int, block_size: int, weak: bool) -> None:
+    def build(self, num_blocks: int, block_size: int, weak: bool, partial: bool) -> None:
         self.size = block_size
         self.weak = weak  # colliding hashes may cost hits, never give wrong ones
         fn = (lambda data: blake2b_128(data)[:1] * 2) if weak else blake2b_128
-        self.kv = KVCacheManager(num_blocks, block_size, hash_fn=fn)
+        self.partial = partial
+        self.kv = KVCacheManager(num_blocks, block_size, hash_fn=fn, partial_reuse=partial)
 
     def _expected(self, request: Request) -> list[Prefix]:
         chain = []
@@ -81,9 +87,37 @@ class KVCacheMachine(RuleBasedStateMachine):
             self.held.pop(block_id, None)
         self.step = [entry for entry in self.step if entry[1] not in fresh]
         start = request.num_computed_tokens
+        self.computed.setdefault(request.request_id, start)
+        copy = self.kv.copy_of(request, hit)
+        if copy is not None:
+            for offset in range(copy.num_tokens):
+                self.kv_of[copy.target, offset] = self.kv_of[copy.source, offset]
+        for position in range(start, start + num_tokens):
+            slot = request.block_ids[position // self.size], position % self.size
+            self.kv_of[slot] = (request.cache_salt, tuple(request.token_ids[: position + 1]))
+            self.running.append(slot)
         self._published(request, start, start + num_tokens)
         request.num_computed_tokens += num_tokens
         return True
+
+    def _check_part(self, request: Request, hit: PrefixHit) -> None:
+        start, salt = len(hit.blocks) * self.size, request.cache_salt
+        wanted = request.token_ids[start : min(start + self.size, request.num_tokens - 1)]
+        # what each published block gives: computed slots that hold the request's own prefix
+        gives = {0}
+        for block in self.kv.pool.blocks:
+            for offset in range(len(wanted) if block.entry is not None else 0):
+                slot = block.block_id, offset
+                prefix = (salt, tuple(request.token_ids[: start + offset + 1]))
+                length = len(block.entry.tokens) // 4
+                if offset >= length or self.kv_of[slot] != prefix or slot in self.running:
+                    break
+                gives.add(offset + 1)
+        if not self.partial:
+            assert hit.part is None
+        elif not self.weak:  # a block that a collision kept out has no children
+            assert hit.num_copied_tokens == max(gives)
+        assert hit.num_copied_tokens in gives
 
     @rule(target=waiting, tokens=_token_ids, salt=st.sampled_from([None, None, "s"]))
     def arrive(self, tokens: list[int], salt: str | None) -> Request:
@@ -97,7 +131,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         found = [self.held[block.block_id] for block in hit.blocks]
         assert found == expected[: len(found)]
         assert self.weak or len(found) == len(expected)
-        assert hit.num_tokens == len(found) * self.size < request.num_tokens
+        assert hit.num_tokens == len(found) * self.size + hit.num_copied_tokens < request.num_tokens
+        self._check_part(request, hit)
         num_tokens = data.draw(st.integers(1, request.num_tokens - hit.num_tokens))
         fits = self.kv.fits(request, hit, 0)
         admitted = self._allocate(request, num_tokens, hit)
@@ -121,6 +156,8 @@ class KVCacheMachine(RuleBasedStateMachine):
     def end_step(self) -> None:
         self.kv.commit()
         self.step.clear()
+        self.running.clear()
+        self.computed.clear()
 
     @precondition(lambda self: self.step)
     @rule(data=st.data())
@@ -159,6 +196,9 @@ class KVCacheMachine(RuleBasedStateMachine):
 
     def _drop(self, request: Request) -> None:
         self.requests.remove(request)
+        # As in the scheduler: what runs in this step is not counted before its end.
+        before = self.computed.pop(request.request_id, request.num_computed_tokens)
+        request.num_computed_tokens = before
         self.kv.free(request)
 
     @rule()
@@ -167,6 +207,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         if not self.requests:
             self.held.clear()
             self.step.clear()
+            self.running.clear()
+            self.computed.clear()
 
     @invariant()
     def books_balance(self) -> None:
@@ -174,7 +216,8 @@ class KVCacheMachine(RuleBasedStateMachine):
             return
         self.kv.check(self.requests)
         blocks = self.kv.pool.blocks
-        assert {b.block_id for b in blocks if b.entry is not None} == self.held.keys()
+        full = [b for b in blocks if b.entry is not None and not b.entry.is_tail]
+        assert {b.block_id for b in full} == self.held.keys()
         used = {i for request in self.requests for i in request.block_ids}
         assert self.kv.num_available_blocks == len(blocks) - len(used)
 

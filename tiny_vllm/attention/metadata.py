@@ -1,13 +1,17 @@
 """What a backend needs to know of a step, and the protocol backends implement."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from tiny_vllm.layers.decoder_layer import Attend, FusedAttend
-from tiny_vllm.protocol import KvBytes
+from tiny_vllm.ops.memory import to_device
+from tiny_vllm.protocol import BlockCopy, KvBytes
 
 IntArray = npt.NDArray[np.integer]
 
@@ -56,6 +60,22 @@ class AttentionBackend(Protocol):
         """Return the function the decoder calls in each layer, and the bytes it reads."""
         ...
 
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy the beginnings of blocks, all at once and before the step that reads them."""
+        ...
+
     def scrub(self, block_ids: IntArray) -> None:
         """Make the values in some blocks finite, after a request failed on them."""
         ...
+
+
+def copied_slots(
+    copies: Sequence[BlockCopy], block_size: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Slots to copy from and to, int64 [tokens of all copies]."""
+    pairs = [
+        np.arange(copy.num_tokens) + np.array([[copy.source], [copy.target]]) * block_size
+        for copy in copies
+    ]
+    source, target = to_device(np.concatenate(pairs, axis=1).astype(np.int64), device)
+    return source, target

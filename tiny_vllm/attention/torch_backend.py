@@ -6,13 +6,14 @@ and each head streams through memory. They are written before attention, so rows
 read blocks that other rows of the same step fill.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tiny_vllm.attention.metadata import AttentionBatch, IntArray
+from tiny_vllm.attention.metadata import AttentionBatch, IntArray, copied_slots
 from tiny_vllm.attention.torch_plan import (
     CausalItem,
     Index,
@@ -25,8 +26,8 @@ from tiny_vllm.attention.torch_plan import (
 from tiny_vllm.config import ModelConfig
 from tiny_vllm.layers.decoder_layer import Attend
 from tiny_vllm.ops.attention import attention_with_lse, merge_partials
-from tiny_vllm.ops.memory import lazy_zeros
-from tiny_vllm.protocol import KvBytes
+from tiny_vllm.ops.memory import copy_slots, lazy_zeros
+from tiny_vllm.protocol import BlockCopy, KvBytes
 
 
 def _take(x: Tensor, index: Index) -> Tensor:
@@ -77,8 +78,8 @@ class TorchAttention:
         self._scale = config.head_dim**-0.5
         # Zeros, not empty: padded slots are masked, and 0 x NaN would not be.
         shape = (config.num_layers, config.num_kv_heads, num_blocks * block_size, config.head_dim)
-        self._keys = lazy_zeros(shape, dtype, device).unbind()
-        self._values = lazy_zeros(shape, dtype, device).unbind()
+        self._caches = lazy_zeros(shape, dtype, device), lazy_zeros(shape, dtype, device)
+        self._keys, self._values = (cache.unbind() for cache in self._caches)
 
     def plan(self, batch: AttentionBatch) -> tuple[Attend, KvBytes]:
         """Plan a step; returns what the decoder calls once a layer."""
@@ -119,6 +120,12 @@ class TorchAttention:
                 cache[:, slots].copy_(values.transpose(0, 1))
             else:
                 cache.index_copy_(1, slots, values.transpose(0, 1))
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """See `AttentionBackend`."""
+        source, target = copied_slots(copies, self._block_size, self._device)
+        for cache in self._caches:
+            copy_slots(cache, source, target)
 
     def scrub(self, block_ids: IntArray) -> None:
         """Replace NaN and infinities in some blocks by zero; finite values stay as they are.

@@ -6,7 +6,7 @@ plan of a decoding batch at fixed addresses, so that a CUDA graph replays whatev
 forest looks like.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tiny_vllm.attention.items import TILE_ROWS, ItemPlan, ItemPlanner
 from tiny_vllm.attention.long_prefill import LongChunk, LongPrefill
-from tiny_vllm.attention.metadata import AttentionBatch, IntArray
+from tiny_vllm.attention.metadata import AttentionBatch, IntArray, copied_slots
 from tiny_vllm.config import ModelConfig
 from tiny_vllm.ops.kernels.attention import (
     MANY_TOKENS,
@@ -28,8 +28,9 @@ from tiny_vllm.ops.kernels.attention import (
 )
 from tiny_vllm.ops.kernels.launch import use_pdl
 from tiny_vllm.ops.kernels.rotary import rotary_store
+from tiny_vllm.ops.memory import copy_slots
 from tiny_vllm.ops.rotary import RotaryEmbedding
-from tiny_vllm.protocol import KvBytes
+from tiny_vllm.protocol import BlockCopy, KvBytes
 
 _ALIGN = 32  # int32 entries: arrays of one upload start at 128 bytes
 _MAX_DECODE_ITEMS = 8192
@@ -143,8 +144,11 @@ class TritonAttention:
         self._dtype = dtype
         self.token_bytes = config.kv_bytes_per_token(str(dtype).split(".")[-1])
         shape = (config.num_layers, config.num_kv_heads, num_blocks * block_size, config.head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device).unbind()
-        self.values = torch.zeros(shape, dtype=dtype, device=device).unbind()
+        self._caches = (
+            torch.zeros(shape, dtype=dtype, device=device),
+            torch.zeros(shape, dtype=dtype, device=device),
+        )
+        self.keys, self.values = (cache.unbind() for cache in self._caches)
         sms, capability = _device_facts(device)
         self._sms, self._capability = sms, capability
         self.pdl = use_pdl(device)
@@ -224,6 +228,12 @@ class TritonAttention:
         """Bytes that per-request attention would read, and that ``plan`` reads."""
         logical = int((batch.num_computed + batch.query_lens).sum())
         return KvBytes(logical * self.token_bytes, plan.tokens_read * self.token_bytes)
+
+    def copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        """See `AttentionBackend`."""
+        source, target = copied_slots(copies, self.block_size, self.device)
+        for cache in self._caches:
+            copy_slots(cache, source, target)
 
     def scrub(self, block_ids: IntArray) -> None:
         """Nothing to do: the kernel never multiplies by what a request may not see."""

@@ -37,6 +37,7 @@ ENGINE_HELP = {
     "max_num_batched_tokens": "Token budget of one step.",
     "max_num_seqs": "Requests that run at the same time.",
     "enable_prefix_caching": "Keep the KV cache of seen prefixes and reuse it.",
+    "enable_partial_block_reuse": "Reuse the beginning of a block that matches only in part.",
     "enable_chunked_prefill": "Split long prompts over steps, mixed with decodes.",
     "use_cuda_graph": "Replay decode steps from CUDA graphs.",
     "attention_backend": "auto, torch or triton; auto takes Triton kernels where a GPU runs them.",

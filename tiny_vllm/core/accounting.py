@@ -26,6 +26,7 @@ class Accountant:
         request.num_cached_tokens = hit.num_tokens
         ledger.prompt_tokens += request.num_prompt_tokens
         ledger.cached_tokens += hit.num_tokens
+        ledger.copied_tokens += hit.num_copied_tokens
         ledger.pending_tokens += request.num_prompt_tokens - hit.num_tokens
         ledger.blocks_asked += hit.num_asked
         ledger.blocks_found += len(hit.blocks)

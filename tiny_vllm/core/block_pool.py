@@ -10,28 +10,11 @@ means is the prefix cache's business.
 
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Union
 
-from tiny_vllm.request import BlockHash, BlockId
+from tiny_vllm.core.prefix_entry import PrefixEntry
+from tiny_vllm.request import BlockId
 
-Parent = Union["PrefixEntry", bytes]
 _by_id = attrgetter("block_id")
-
-
-class PrefixEntry:
-    """A full block's content as the prefix cache knows it, and the blocks that hold it.
-
-    ``parent`` is the entry of the block before, or the root key of a first block; it
-    outlives its children, because who holds a child holds the parent and lets go of it later.
-    """
-
-    __slots__ = ("block_hash", "blocks", "parent", "tokens")
-
-    def __init__(self, block_hash: BlockHash, parent: Parent, tokens: bytes) -> None:
-        self.block_hash = block_hash
-        self.parent = parent
-        self.tokens = tokens  # uint32, little-endian
-        self.blocks: list[Block] = []
 
 
 class Block:
@@ -133,6 +116,12 @@ class BlockPool:
             assert block.ref_count >= 0, f"block {block.block_id} released too often"
             if block.ref_count == 0:
                 self._insert_before(block, self._end if block.entry else self._end.next)
+
+    def touch(self, block: Block) -> None:
+        """Make an unreferenced block the newest: its content was read."""
+        if block.ref_count == 0:
+            self._unlink(block)
+            self._insert_before(block, self._end)
 
     def demote(self, block: Block) -> None:
         """Move an unreferenced block that lost its entry to where it is handed out first."""

@@ -2,8 +2,8 @@
 
 Blocks are published when their tokens are *scheduled*, so a request admitted later in
 the same step shares them (KV is written before attention in every layer). `commit` ends
-a step; `retract` takes publications back. A half-filled block is never published, and
-a shared block is never written.
+a step; `retract` takes publications back. A half-filled block is never shared, only
+copied from, and a shared block is never written.
 """
 
 from collections.abc import Collection, Iterable
@@ -11,18 +11,32 @@ from typing import NamedTuple
 
 from tiny_vllm.core.block_hash import HashFn, blake2b_128
 from tiny_vllm.core.block_pool import Block, BlockPool
-from tiny_vllm.core.prefix_cache import NoPrefixCache, PrefixCache
+from tiny_vllm.core.prefix_cache import NoPrefixCache, PartialMatch, PrefixCache
+from tiny_vllm.outputs import FinishReason
+from tiny_vllm.protocol import BlockCopy
 from tiny_vllm.request import BlockId, Request, RequestId
 
 _MAX_HEADROOM = 64  # blocks; an output limit is often far above what is generated
 
 
 class PrefixHit(NamedTuple):
-    """What a look-up found: the blocks, their tokens, and how many blocks were asked for."""
+    """What a look-up found.
+
+    Attributes:
+        blocks: full blocks, to be shared.
+        num_tokens: tokens found in all, those to be copied included.
+        num_asked: full blocks asked for.
+        part: the block whose first tokens are to be copied; they follow ``blocks``.
+    """
 
     blocks: tuple[Block, ...] = ()
     num_tokens: int = 0
     num_asked: int = 0
+    part: PartialMatch | None = None
+
+    @property
+    def num_copied_tokens(self) -> int:
+        return self.part.num_tokens if self.part is not None else 0
 
 
 NO_HIT = PrefixHit()
@@ -35,6 +49,7 @@ class KVCacheManager:
         num_blocks, block_size: shape of the pool; a block holds ``block_size`` tokens.
         enable_prefix_caching: False puts the null cache in place.
         hash_fn: bytes -> digest of the hash chain.
+        partial_reuse: also reuse the beginning of a block that matches in part.
     """
 
     def __init__(
@@ -43,9 +58,11 @@ class KVCacheManager:
         block_size: int,
         enable_prefix_caching: bool = True,
         hash_fn: HashFn = blake2b_128,
+        partial_reuse: bool = True,
     ) -> None:
         self.block_size = block_size
-        self.cache = (PrefixCache if enable_prefix_caching else NoPrefixCache)(block_size, hash_fn)
+        kind = PrefixCache if enable_prefix_caching else NoPrefixCache
+        self.cache = kind(block_size, hash_fn, partial_reuse)
         self.pool = BlockPool(num_blocks, self.cache.forget)
 
     @property
@@ -68,12 +85,9 @@ class KVCacheManager:
             return NO_HIT
         blocks = tuple(self.cache.match(request))
         asked = self.cache.num_askable(request.num_tokens)
-        hit = PrefixHit(blocks, len(blocks) * self.block_size, asked)
-        self.after_lookup(request, hit)
-        return hit
-
-    def after_lookup(self, request: Request, hit: PrefixHit) -> None:
-        """Hook: miss reasons and partial-block copies attach here; does nothing today."""
+        part = self.cache.match_part(request, blocks)
+        num_tokens = len(blocks) * self.block_size + (part.num_tokens if part else 0)
+        return PrefixHit(blocks, num_tokens, asked, part)
 
     def fits(self, request: Request, hit: PrefixHit, reserve: int) -> bool:
         """Whether all known tokens fit with ``reserve`` blocks left over, given the hit."""
@@ -92,7 +106,8 @@ class KVCacheManager:
         """Give the request blocks for its next tokens and publish those they fill.
 
         With ``hit`` (for a request without blocks) the found blocks start the table
-        and count as computed.
+        and count as computed, as do the tokens to be copied into the next block: the
+        caller sees to the copy (`copy_of`).
 
         Returns:
             The ids appended to ``request.block_ids``, or None (and no change) if the pool
@@ -132,8 +147,17 @@ class KVCacheManager:
                 high = middle
         return max(0, request.num_computed_tokens - low * self.block_size)
 
+    def copy_of(self, request: Request, hit: PrefixHit) -> BlockCopy | None:
+        """The copy that an admission with ``hit`` asks for, once its blocks are allocated."""
+        if hit.part is None:
+            return None
+        target = request.block_ids[len(hit.blocks)]
+        return BlockCopy(hit.part.block.block_id, target, hit.part.num_tokens)
+
     def release(self, request: Request) -> None:
-        """Give back the table (preemption); full blocks stay cached, hashes are kept."""
+        """Give back the table (preemption); what was computed stays cached, hashes are kept."""
+        if request.finish_reason is not FinishReason.ERROR:
+            self._publish_tail(request, request.num_computed_tokens, computed=True)
         self.pool.release(self._blocks(request.block_ids))
         request.block_ids = []
 
@@ -201,18 +225,33 @@ class KVCacheManager:
         return self.pool.allocate(num_blocks) if run is None else run
 
     def _take_hit(self, request: Request, hit: PrefixHit) -> None:
-        if not hit.blocks:
+        if not hit.num_tokens:
             return
         assert not request.block_ids, f"{request.request_id} already holds blocks"
         self.pool.acquire_all(hit.blocks)
+        if hit.part is not None:
+            self.pool.touch(hit.part.block)
         request.block_ids.extend([block.block_id for block in hit.blocks])
         request.num_computed_tokens = hit.num_tokens
 
     def _publish(self, request: Request, end: int) -> None:
-        first, last = request.num_computed_tokens // self.block_size, end // self.block_size
+        start = request.num_computed_tokens
+        first, last = start // self.block_size, end // self.block_size
         if first < last:
             blocks = self._blocks(request.block_ids[max(0, first - 1) : last])
             self.cache.publish(request, blocks, first)
+        if start < request.num_prompt_tokens <= end:
+            self._publish_tail(request, end, computed=False)
+
+    def _publish_tail(self, request: Request, end: int, computed: bool) -> None:
+        """Let the half-filled block that ends at token ``end`` be found in part."""
+        index, num_tokens = divmod(end, self.block_size)
+        if num_tokens == 0 or index >= len(request.block_ids):
+            return
+        before = self.pool.blocks[request.block_ids[index - 1]] if index else None
+        block = self.pool.blocks[request.block_ids[index]]
+        for covered in self.cache.publish_tail(request, before, block, end, computed):
+            self.pool.demote(covered)
 
     def _blocks(self, block_ids: list[BlockId]) -> list[Block]:
         blocks = self.pool.blocks

@@ -65,7 +65,13 @@ class Scheduler:
                 f"{self._max_model_len}; without chunked prefill a whole prompt must fit one step"
             )
         num_blocks, block_size = _concrete(config, "num_blocks"), _concrete(config, "block_size")
-        self.kv = KVCacheManager(num_blocks, block_size, config.enable_prefix_caching, hash_fn)
+        self.kv = KVCacheManager(
+            num_blocks,
+            block_size,
+            config.enable_prefix_caching,
+            hash_fn,
+            config.enable_partial_block_reuse,
+        )
         self._capacity = self.kv.capacity
         self._watermark = max(1, num_blocks // 100)  # spare blocks so that decodes can grow
         self._accountant = Accountant()
@@ -297,7 +303,7 @@ class Scheduler:
         self._running[request.request_id] = request
         new_block_ids = self.kv.allocate(request, num_tokens, hit)
         assert new_block_ids is not None, "fits() promised blocks"
-        plan.add_new(request, num_tokens)
+        plan.add_new(request, num_tokens, self.kv.copy_of(request, hit))
 
     def _count(
         self,

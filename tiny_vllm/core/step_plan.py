@@ -4,7 +4,7 @@ Lives for one scheduling round. Invariant: ``budget`` plus the scheduled tokens 
 step's token budget; the order of `add_*` calls is the order of the batch, decodes first.
 """
 
-from tiny_vllm.protocol import CachedRequestData, NewRequestData, SchedulerOutput
+from tiny_vllm.protocol import BlockCopy, CachedRequestData, NewRequestData, SchedulerOutput
 from tiny_vllm.request import BlockId, Request, RequestId
 
 
@@ -34,8 +34,14 @@ class StepPlan:
         )
         self._add_prefill_tokens(request, num_tokens)
 
-    def add_new(self, request: Request, num_tokens: int) -> None:
-        """A request the runner does not hold: new, or resumed after preemption."""
+    def add_new(self, request: Request, num_tokens: int, copy: BlockCopy | None = None) -> None:
+        """A request the runner does not hold: new, or resumed after preemption.
+
+        Args:
+            copy: what goes into the block of its first scheduled token before the step.
+        """
+        if copy is not None:
+            self.output.block_copies.append(copy)
         data = NewRequestData(
             request_id=request.request_id,
             prompt_token_ids=request.prompt_token_ids,

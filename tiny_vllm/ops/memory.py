@@ -1,4 +1,4 @@
-"""Memory for KV caches."""
+"""Memory for KV caches, and copies within and to it."""
 
 import numpy as np
 import torch
@@ -22,3 +22,13 @@ def to_device(values: np.ndarray, device: torch.device) -> torch.Tensor:
     if device.type != "cuda":
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
+
+
+def copy_slots(cache: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy KV slots of all layers; every source is read before any target is written.
+
+    Args:
+        cache: [layers, kv_heads, slots, head_dim].
+        source, target: int64 [n], of one length.
+    """
+    cache.index_copy_(2, target, cache.index_select(2, source))

@@ -55,6 +55,8 @@ class ModelRunner:
         rows, grew = self._batch.update(scheduler_output)
         if not rows:
             return ModelRunnerOutput()
+        if scheduler_output.block_copies:
+            self._backend.copy_blocks(scheduler_output.block_copies)
         counts = list(scheduler_output.num_scheduled_tokens.values())
         if self._loop is not None:
             is_decode = all(r.num_tokens == r.num_computed_tokens + 1 for r in rows)
