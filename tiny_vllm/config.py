@@ -139,6 +139,7 @@ class EngineConfig:
     attention_backend: str = "auto"
     async_scheduling: bool = True
     schedule: str = "fcfs"
+    max_held_steps: int = 64
     seed: int = 0
     num_threads: int | None = None
     debug_checks: bool = False
@@ -151,7 +152,7 @@ class EngineConfig:
         _check_device(self.device)
         check_choice("attention", self.attention, ("forest", "per-request"))
         check_choice("attention_backend", self.attention_backend, ("auto", "torch", "triton"))
-        check_choice("schedule", self.schedule, ("fcfs",))
+        check_choice("schedule", self.schedule, ("fcfs", "prefix"))
         for name in POSITIVE_SETTINGS:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
@@ -186,6 +187,8 @@ def _check_scalars(config: EngineConfig) -> None:
         raise ConfigError(f"gpu_memory_utilization={share!r} must be a number in [0.05, 1.0]")
     if type(config.seed) is not int:
         raise ConfigError(f"seed={config.seed!r} must be a whole number")
+    if type(config.max_held_steps) is not int or config.max_held_steps < 0:
+        raise ConfigError(f"max_held_steps={config.max_held_steps!r} must be a whole number >= 0")
     if config.num_threads is not None and config.num_threads > MAX_THREADS:
         raise ConfigError(f"num_threads={config.num_threads} must be at most {MAX_THREADS}")
     for name in SWITCHES:

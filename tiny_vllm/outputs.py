@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
 
+from tiny_vllm.cache_report import CacheReport
+
 
 class FinishReason(str, Enum):
     """Why a request ended."""
@@ -93,7 +95,7 @@ class RequestOutput(_DeferredOutputs):
     """The state of one request; ``finished`` is True in the last one.
 
     ``num_cached_tokens`` counts prompt tokens taken from the prefix cache;
-    ``cache_report`` says where the rest of the prompt came from.
+    ``cache_report`` says why the rest of the prompt had to be computed.
     """
 
     request_id: str
@@ -104,7 +106,7 @@ class RequestOutput(_DeferredOutputs):
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     metrics: RequestMetrics | None = None
-    cache_report: Mapping[str, Any] | None = None
+    cache_report: CacheReport | None = None
     error: str | None = None
 
     @classmethod
@@ -119,6 +121,7 @@ class RequestOutput(_DeferredOutputs):
         num_cached_tokens: int,
         prompt_logprobs: list[TokenLogprobs | None] | None,
         metrics: RequestMetrics,
+        cache_report: CacheReport | None,
     ) -> "RequestOutput":
         """The output of an unfinished request; ``outputs`` is built when it is first read."""
         self = cls.__new__(cls)  # the generated __init__ would set ``outputs``
@@ -129,7 +132,7 @@ class RequestOutput(_DeferredOutputs):
         self.num_cached_tokens = num_cached_tokens
         self.prompt_logprobs = prompt_logprobs
         self.metrics = metrics
-        self.cache_report = None
+        self.cache_report = cache_report
         self.error = None
         # mypy overlooks the slots of the base class
         self._at_step = growing, num_tokens, text_length  # type: ignore[misc]

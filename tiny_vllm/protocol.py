@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from tiny_vllm.cache_report import CacheReport, MissReason
 from tiny_vllm.outputs import FinishReason, RequestMetrics, RequestOutput, TokenLogprobs
 from tiny_vllm.request import BlockId, RequestId
 from tiny_vllm.sampling_params import SamplingParams
@@ -123,6 +124,7 @@ class EngineCoreOutput:
     num_cached_tokens: int = 0
     error: str | None = None
     metrics: RequestMetrics | None = None
+    cache_report: CacheReport | None = None
 
 
 class ModelRunner(Protocol):
@@ -164,7 +166,8 @@ class TokenLedger:
 
     prompt_tokens counts admitted prompts; computed and cached split them once each is
     past its prefill. Look-ups are counted at first admission only; those after a
-    preemption are the ``*_resumed`` fields.
+    preemption are the ``*_resumed`` fields. The ``missed_*`` fields split by reason what
+    first look-ups did not find.
     """
 
     prompt_tokens: int = 0
@@ -181,7 +184,28 @@ class TokenLedger:
     blocks_asked_resumed: int = 0
     blocks_found_resumed: int = 0
     cached_tokens_resumed: int = 0
+    cached_tokens_late: int = 0  # of cached_tokens: not yet cached at first admission
     num_preemptions: int = 0
+    held_requests: int = 0  # that waited for another one to compute their prefix
+    held_steps: int = 0
+    missed_cold: int = 0
+    missed_evicted: int = 0
+    missed_diverged: int = 0
+    missed_below_block: int = 0
+    missed_pending: int = 0
+    missed_last_token: int = 0
+    missed_salt: int = 0
+    missed_disabled: int = 0
+
+    def missed(self) -> dict[MissReason, int]:
+        """Prompt tokens not found at first admission, by reason."""
+        return {reason: getattr(self, f"missed_{reason.value}") for reason in MissReason}
+
+    def add_misses(self, report: CacheReport) -> None:
+        """Count a report's misses by reason."""
+        for reason, count in report.missed_tokens().items():
+            name = f"missed_{reason.value}"
+            setattr(self, name, getattr(self, name) + count)
 
     def check(self) -> None:
         """Raise AssertionError with both sides when the books do not balance."""
@@ -190,6 +214,9 @@ class TokenLedger:
         assert self.prompt_tokens == prompt, f"prompt {self.prompt_tokens} != {prompt}: {self}"
         forward = self.computed_tokens + self.recomputed_tokens + self.decoded_tokens
         assert self.forward_tokens == forward, f"forward {self.forward_tokens} != {forward}: {self}"
+        found = self.cached_tokens - self.cached_tokens_late
+        asked = found + sum(self.missed().values())
+        assert self.prompt_tokens == asked, f"found and missed {asked} of {self.prompt_tokens}"
 
 
 @dataclass(slots=True)

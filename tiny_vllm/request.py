@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NewType
 
+from tiny_vllm.cache_report import CacheReport
 from tiny_vllm.outputs import FinishReason, RequestMetrics
 from tiny_vllm.sampling_params import SamplingParams
 
@@ -41,6 +42,7 @@ class Request:
         block_ids: the block table, in order.
         block_hashes: hash chain of the full blocks, computed once and extended.
         cache_salt, adapter: separate key fields of the hash chain.
+        num_held_steps: steps it waited for others to compute its prefix.
         use_prefix_cache: False bypasses look-ups (prompt log-probabilities do).
     """
 
@@ -64,6 +66,8 @@ class Request:
     finish_reason: FinishReason | None = field(init=False, default=None)
     stop_reason: int | str | None = field(init=False, default=None)
     metrics: RequestMetrics = field(init=False)
+    num_held_steps: int = field(init=False, default=0)
+    cache_report: CacheReport | None = field(init=False, default=None)  # from admission on
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)

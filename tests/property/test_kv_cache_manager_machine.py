@@ -169,7 +169,12 @@ class KVCacheMachine(RuleBasedStateMachine):
             parent = (prefix[0], prefix[1][: -self.size])
             if request_id == failed or parent in lost.values():
                 lost[block_id] = prefix
-        assert self.kv.retract({failed}) == lost.keys()
+        retracted = self.kv.retract({failed})
+        assert retracted >= lost.keys()
+        for block_id in retracted - lost.keys():  # half-filled ones: each of one request alone
+            assert block_id not in self.held
+            (owner,) = (r for r in self.requests if block_id in r.block_ids)
+            assert owner.request_id == failed or not lost.keys().isdisjoint(owner.block_ids)
         for block_id in lost:
             del self.held[block_id]
         for request in list(self.requests):

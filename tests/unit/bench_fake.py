@@ -104,6 +104,7 @@ class FakeEngine:
         self.ledger.prompt_tokens += len(prompt)
         self.ledger.cached_tokens += cached
         self.ledger.computed_tokens += len(prompt) - cached
+        self.ledger.missed_cold += len(prompt) - cached
         self.ledger.blocks_asked += len(prompt) // 16 if self.caching else 0
         self.ledger.blocks_found += cached // 16 if self.caching else 0
         return len(prompt) - cached

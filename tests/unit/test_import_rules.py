@@ -19,7 +19,7 @@ PACKAGE = Path(tiny_vllm.__file__).parent
 
 BASE = frozenset(
     "config env errors gguf_header hub logger outputs protocol request sampling_params".split()
-    + ["validation"]
+    + ["cache_report", "validation"]
 )
 
 # part -> parts it may import, besides itself and the base modules

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.engine.fake import make_request
+from tiny_vllm.cache_report import CacheRange, CacheReport, MissReason
 from tiny_vllm.core.accounting import Accountant
 from tiny_vllm.core.block_pool import Block
 from tiny_vllm.core.kv_cache_manager import NO_HIT, PrefixHit
@@ -23,7 +24,10 @@ def run(books: Accountant, request: Request, num_tokens: int) -> None:
 
 def admit(books: Accountant, prompt_len: int, found: PrefixHit = NO_HIT) -> Request:
     request = make_request("a", list(range(prompt_len)))
-    books.admitted(request, found)
+    pieces = [CacheRange(found.num_tokens, prompt_len, MissReason.COLD)]
+    if found.num_tokens:
+        pieces.insert(0, CacheRange(0, found.num_tokens))
+    books.admitted(request, found, CacheReport(tuple(pieces)))
     request.num_computed_tokens = found.num_tokens
     books.ledger.check()
     return request
@@ -59,6 +63,7 @@ def test_hit_then_chunks_then_decodes():
         forward_tokens=14,
         blocks_asked=4,
         blocks_found=2,
+        missed_cold=12,
     )
     assert request.num_cached_tokens == 8
 

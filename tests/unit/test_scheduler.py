@@ -43,8 +43,9 @@ def test_queue_is_first_come_first_served_with_preempted_ones_in_front():
     queue.add_front(requests["b"])
     order = []
     while queue:
-        order.append(queue.peek().request_id)
-        queue.remove(queue.peek().request_id)
+        (first,) = queue.candidates(1)
+        order.append(first.request_id)
+        queue.remove(first.request_id)
     assert order == ["b", "a", "c"]
 
 

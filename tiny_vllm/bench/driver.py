@@ -151,7 +151,8 @@ class TraceDriver:
         completion, metrics = output.outputs[0], output.metrics
         record.output_token_ids = list(completion.token_ids)
         record.finish_reason = (completion.finish_reason or FinishReason.ERROR).value
-        record.cache_report = output.cache_report
+        report = output.cache_report
+        record.cache_report = None if report is None else report.to_dict()
         if metrics is not None:
             record.preemptions = metrics.num_preemptions
             if len(metrics.token_times) == len(record.token_times):

@@ -8,6 +8,7 @@ Owns one high-water mark per preempted request. Knows nothing of blocks or queue
 
 from collections.abc import Sequence
 
+from tiny_vllm.cache_report import CacheReport
 from tiny_vllm.core.kv_cache_manager import PrefixHit
 from tiny_vllm.protocol import TokenLedger
 from tiny_vllm.request import Request, RequestId
@@ -20,8 +21,15 @@ class Accountant:
         self.ledger = TokenLedger()
         self._marks: dict[RequestId, int] = {}
 
-    def admitted(self, request: Request, hit: PrefixHit) -> None:
+    def held(self, request: Request) -> None:
+        """Count a step that a request waited for another one to compute its prefix."""
+        self.ledger.held_requests += not request.num_held_steps
+        self.ledger.held_steps += 1
+        request.num_held_steps += 1
+
+    def admitted(self, request: Request, hit: PrefixHit, report: CacheReport) -> None:
         """Count a request's first admission and its look-up; sets its cached tokens."""
+        request.cache_report = report
         ledger = self.ledger
         request.num_cached_tokens = hit.num_tokens
         ledger.prompt_tokens += request.num_prompt_tokens
@@ -30,6 +38,7 @@ class Accountant:
         ledger.pending_tokens += request.num_prompt_tokens - hit.num_tokens
         ledger.blocks_asked += hit.num_asked
         ledger.blocks_found += len(hit.blocks)
+        ledger.add_misses(report)
 
     def resumed(self, request: Request, hit: PrefixHit) -> None:
         """Count an admission after preemption apart.
@@ -42,6 +51,7 @@ class Accountant:
         first = max(0, min(hit.num_tokens, request.num_prompt_tokens) - mark)
         request.num_cached_tokens += first
         ledger.cached_tokens += first
+        ledger.cached_tokens_late += first
         ledger.pending_tokens -= first
         ledger.cached_tokens_resumed += hit.num_tokens - first
         ledger.blocks_asked_resumed += hit.num_asked

@@ -6,16 +6,19 @@ a step; `retract` takes publications back. A half-filled block is never shared, 
 copied from, and a shared block is never written.
 """
 
+import time
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from tiny_vllm.core.block_hash import HashFn, blake2b_128
 from tiny_vllm.core.block_pool import Block, BlockPool
+from tiny_vllm.core.evicted_blocks import EvictedBlocks, Eviction
 from tiny_vllm.core.prefix_cache import NoPrefixCache, PartialMatch, PrefixCache
 from tiny_vllm.outputs import FinishReason
 from tiny_vllm.protocol import BlockCopy
 from tiny_vllm.request import BlockId, Request, RequestId
 
+_FEW_EVICTIONS = 4096  # are remembered whatever the size of the pool
 _MAX_HEADROOM = 64  # blocks; an output limit is often far above what is generated
 
 
@@ -43,7 +46,10 @@ NO_HIT = PrefixHit()
 
 
 class KVCacheManager:
-    """Owns the pool and the prefix cache.
+    """Owns the pool, the prefix cache and the memory of what was evicted.
+
+    Attributes:
+        step: number of the current step, for that memory; the scheduler sets it.
 
     Args:
         num_blocks, block_size: shape of the pool; a block holds ``block_size`` tokens.
@@ -63,7 +69,11 @@ class KVCacheManager:
         self.block_size = block_size
         kind = PrefixCache if enable_prefix_caching else NoPrefixCache
         self.cache = kind(block_size, hash_fn, partial_reuse)
-        self.pool = BlockPool(num_blocks, self.cache.forget)
+        self.pool = BlockPool(num_blocks, self._evict)
+        self.evictions = EvictedBlocks(max(_FEW_EVICTIONS, 2 * num_blocks))
+        self.step = 0
+        self._needed_by: RequestId | None = None  # whom blocks are taken for
+        self._eviction: Eviction | None = None  # of this allocation
 
     @property
     def num_available_blocks(self) -> int:
@@ -186,6 +196,7 @@ class KVCacheManager:
         if self.pool.num_referenced:
             return False
         self.cache.clear()
+        self.evictions.clear()
         self.pool.restore_order()
         return True
 
@@ -218,11 +229,27 @@ class KVCacheManager:
         """Blocks for the end of a table: consecutive ones where the pool has them."""
         if num_blocks == 0:
             return []
+        self._needed_by, self._eviction = request.request_id, None
         last = request.block_ids[-1] if request.block_ids else None
         final = -(-(request.num_prompt_tokens + request.max_tokens) // self.block_size)
         headroom = min(_MAX_HEADROOM, max(0, final - len(request.block_ids) - num_blocks))
         run = self.pool.allocate_run(num_blocks, last, headroom)
         return self.pool.allocate(num_blocks) if run is None else run
+
+    def _evict(self, block: Block) -> None:
+        """A cached block is about to be handed out."""
+        entry = block.entry
+        if entry is not None and entry.block_hash is not None and len(entry.blocks) == 1:
+            self.evictions.add(entry.block_hash, self._eviction or self._new_eviction())
+        self.cache.forget(block)
+
+    def _new_eviction(self) -> Eviction:
+        assert self._needed_by is not None, "an eviction outside an allocation"
+        pool = self.pool
+        self._eviction = Eviction(
+            self.step, time.perf_counter(), self._needed_by, pool.num_referenced, len(pool.blocks)
+        )
+        return self._eviction
 
     def _take_hit(self, request: Request, hit: PrefixHit) -> None:
         if not hit.num_tokens:

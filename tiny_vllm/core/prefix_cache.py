@@ -34,12 +34,14 @@ class PrefixCache:
             last blocks of requests for it.
     """
 
+    enabled = True
+
     def __init__(
         self, block_size: int, hash_fn: HashFn = blake2b_128, partial_reuse: bool = True
     ) -> None:
         self._block_size = block_size
         self._hash_fn = hash_fn
-        self._partial_reuse = partial_reuse
+        self.partial_reuse = partial_reuse
         self._entries: dict[BlockHash, PrefixEntry] = {}
         self._tails: set[PrefixEntry] = set()
         self._roots: dict[bytes, PrefixEntry] = {}
@@ -83,7 +85,7 @@ class PrefixCache:
 
         At least one token of the request is left to compute.
         """
-        if not self._partial_reuse:
+        if not self.partial_reuse:
             return None
         parent = self.parent_after(request, found)
         wanted = self._next_tokens(request, len(found))
@@ -97,13 +99,37 @@ class PrefixCache:
                 best = PartialMatch(block, length)
         return best
 
-    def num_coming(self, request: Request, found: Sequence[Block]) -> int:
-        """Tokens after the ``found`` blocks that are cached or being computed in this step."""
+    def nearest(self, request: Request, found: Sequence[Block]) -> tuple[Parent, int]:
+        """The entry that continues the ``found`` blocks most as the request does, and how far.
+
+        Computed or not; in tokens, the last of the request not counted. (None, 0) where
+        nothing continues them.
+        """
         parent = self.parent_after(request, found)
+        if parent is None:
+            return None, 0
         wanted = self._next_tokens(request, len(found))
-        if parent is None or not self._partial_reuse:
-            return 0
-        return max((num_common(e.tokens, wanted) for e in parent.near(wanted)), default=0)
+        best: Parent = None
+        length = -1
+        for entry in parent.near(wanted):
+            common = num_common(entry.tokens, wanted)
+            if common > length:
+                best, length = entry, common
+        return best, max(length, 0)
+
+    def num_under_other_roots(self, request: Request, max_roots: int) -> int:
+        """Full blocks of the request's beginning that are cached under another salt or adapter."""
+        chain = self._chain(request)
+        best = 0
+        for key in list(self._roots)[-max_roots:]:
+            depth, entry = 0, None if key == chain.root else self._roots[key]
+            for tokens in chain.tokens:
+                entry = entry.find_child(tokens) if entry is not None else None
+                if entry is None:
+                    break
+                depth += 1
+            best = max(best, depth)
+        return best
 
     def parent_after(self, request: Request, found: Sequence[Block]) -> Parent:
         """The entry whose children continue the request after the ``found`` blocks."""
@@ -138,7 +164,7 @@ class PrefixCache:
         Returns:
             Blocks that lost their entry, because this one holds all that they hold.
         """
-        if not self._partial_reuse or (block.entry is not None and not block.entry.is_tail):
+        if not self.partial_reuse or (block.entry is not None and not block.entry.is_tail):
             return []
         parent = before.entry if before is not None else self._root(self._chain(request))
         if parent is None:
@@ -278,6 +304,8 @@ class PrefixCache:
 class NoPrefixCache(PrefixCache):
     """Prefix caching switched off: the same interface, nothing is hashed, kept or found."""
 
+    enabled = False
+
     def prepare(self, request: Request) -> None:
         pass
 
@@ -290,8 +318,8 @@ class NoPrefixCache(PrefixCache):
     def match_part(self, request: Request, found: Sequence[Block]) -> PartialMatch | None:
         return None
 
-    def num_coming(self, request: Request, found: Sequence[Block]) -> int:
-        return 0
+    def nearest(self, request: Request, found: Sequence[Block]) -> tuple[Parent, int]:
+        return None, 0
 
     def publish(self, request: Request, blocks: Sequence[Block], start: int) -> None:
         pass

@@ -1,7 +1,7 @@
 """The scheduler: one token budget per step, no phases.
 
-Each step, running requests come first (decodes, then prefills), then waiting ones, first
-come first served. Owns request states, the queue and the ledger. Every `schedule` is
+Each step, running requests come first (decodes, then prefills), then waiting ones in the
+order of their queue. Owns request states, the queue and the ledger. Every `schedule` is
 followed by one `update_from_output` for the same step. A running request advances in
 every step unless it is preempted. Knows no tensors and no text.
 """
@@ -13,8 +13,10 @@ from tiny_vllm.config import EngineConfig
 from tiny_vllm.core.accounting import Accountant
 from tiny_vllm.core.admission import check_can_ever_run
 from tiny_vllm.core.block_hash import HashFn, blake2b_128
+from tiny_vllm.core.hold_back import HoldBack
 from tiny_vllm.core.kv_cache_manager import KVCacheManager, PrefixHit
-from tiny_vllm.core.queue import WaitingQueue
+from tiny_vllm.core.miss_reasons import explain
+from tiny_vllm.core.queue import PrefixQueue, WaitingQueue
 from tiny_vllm.core.step_plan import StepPlan
 from tiny_vllm.core.stop import Stop, check_stop
 from tiny_vllm.errors import ConfigError, InvalidRequestError
@@ -29,6 +31,7 @@ from tiny_vllm.protocol import (
 )
 from tiny_vllm.request import BlockId, Request, RequestId, RequestStatus
 
+_MAX_HELD_LOOKED_AT = 64  # waiting requests that may be held and passed over in a step
 _NOT_SAMPLED = "the model runner returned no token for a request that was due one"
 
 
@@ -75,7 +78,8 @@ class Scheduler:
         self._capacity = self.kv.capacity
         self._watermark = max(1, num_blocks // 100)  # spare blocks so that decodes can grow
         self._accountant = Accountant()
-        self._waiting = WaitingQueue()
+        self._waiting = self._build_queue(config.schedule)
+        self._hold_back = HoldBack(self.kv, config.max_held_steps)
         self._running: dict[RequestId, Request] = {}  # in order of admission
         self._requests: dict[RequestId, Request] = {}  # all unfinished ones
         self._in_flight: dict[RequestId, Request] = {}
@@ -138,6 +142,7 @@ class Scheduler:
         """
         assert not self._in_flight, "schedule() before update_from_output() of the last step"
         self._step += 1
+        self.kv.step = self._step
         preempted = self._make_room()
         plan = StepPlan(self._step, self._token_budget, self._removed)
         self._removed = []
@@ -205,6 +210,11 @@ class Scheduler:
             assert running or not request.block_ids, request
             assert request.num_computed_tokens <= request.num_tokens, request
             assert request.num_cached_tokens < request.num_prompt_tokens, request
+
+    def _build_queue(self, schedule: str) -> WaitingQueue:
+        if schedule == "prefix":
+            return PrefixQueue(lambda request: self.kv.lookup(request).num_tokens)
+        return WaitingQueue()
 
     def _make_room(self) -> bool:
         """Preempt until each running request can advance by a token; True if any was."""
@@ -275,14 +285,22 @@ class Scheduler:
     def _admit(self, plan: StepPlan) -> None:
         """Admit waiting requests in order while budget, rows and blocks last.
 
-        A request enters only if all its known tokens and a watermark fit; alone it may
+        One whose prefix is just being computed is held back; those behind it may pass. A
+        request enters only if all its known tokens and a watermark fit; alone it may
         take the whole pool. Budget is left only when each running request got a token (and
         each running prefill all of its own), so there are never more of them than tokens,
         and no block is promised twice.
         """
-        while plan.budget and self._waiting and len(self._running) < self._max_num_seqs:
-            request = self._waiting.peek()
+        seats = self._max_num_seqs - len(self._running)
+        if not plan.budget or not self._waiting or not seats:
+            return
+        for request in self._waiting.candidates(seats + _MAX_HELD_LOOKED_AT):
+            if not plan.budget or len(self._running) >= self._max_num_seqs:
+                return
             hit = self.kv.lookup(request)
+            if self._hold_back.waits(request, hit, plan, len(self._waiting)):
+                self._accountant.held(request)
+                continue
             left = request.num_tokens - hit.num_tokens
             if left > plan.budget and not self._chunked:
                 return
@@ -291,12 +309,13 @@ class Scheduler:
             self._start(plan, request, hit, min(left, plan.budget))
 
     def _start(self, plan: StepPlan, request: Request, hit: PrefixHit, num_tokens: int) -> None:
-        self._waiting.remove(request.request_id)
+        self._waiting.admitted(request.request_id)
         cached_before = request.num_cached_tokens
         if request.status is RequestStatus.PREEMPTED:
             self._accountant.resumed(request, hit)
         else:
-            self._accountant.admitted(request, hit)
+            report = explain(self.kv, request, hit)
+            self._accountant.admitted(request, hit, report)
             request.metrics.first_scheduled_time = time.perf_counter()
         plan.num_cached_tokens += request.num_cached_tokens - cached_before
         request.status = RequestStatus.RUNNING
@@ -401,4 +420,5 @@ def _output(
         request.num_cached_tokens,
         None,  # error
         request.metrics,
+        request.cache_report,
     )

@@ -15,6 +15,7 @@ class StepPlan:
         self.budget = budget
         self.num_cached_tokens = 0
         self.requests: dict[RequestId, Request] = {}
+        self.unfinished_prefills: list[Request] = []  # that go on in a later step
         self.output = SchedulerOutput(step=step, removed_request_ids=removed)
 
     def add_decodes(
@@ -58,4 +59,6 @@ class StepPlan:
         self.output.num_scheduled_tokens[request.request_id] = num_tokens
         self.output.num_prefill_tokens += num_tokens
         self.requests[request.request_id] = request
+        if request.num_computed_tokens + num_tokens < request.num_tokens:
+            self.unfinished_prefills.append(request)
         self.budget -= num_tokens

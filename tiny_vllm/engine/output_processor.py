@@ -6,6 +6,7 @@ in the same step, through the ids returned by `process`.
 
 from dataclasses import dataclass, field
 
+from tiny_vllm.cache_report import CacheReport
 from tiny_vllm.outputs import (
     CompletionOutput,
     FinishReason,
@@ -59,6 +60,7 @@ class _State:
     growing: _Growing
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    cache_report: CacheReport | None = None
 
 
 class OutputProcessor:
@@ -117,6 +119,8 @@ class OutputProcessor:
         growing.token_ids.extend(output.new_token_ids)
         if output.num_cached_tokens > state.num_cached_tokens:
             state.num_cached_tokens = output.num_cached_tokens
+        if state.cache_report is None:
+            state.cache_report = self._readable(output.cache_report)
         if output.logprobs is not None:
             self._add_logprobs(growing, output.new_token_ids, output.logprobs)
         if output.prompt_logprobs is not None:
@@ -147,6 +151,11 @@ class OutputProcessor:
             total += entry[token_id].logprob
             growing.cumulative_logprobs.append(total)
 
+    def _readable(self, report: CacheReport | None) -> CacheReport | None:
+        if report is None or self._tokenizer is None:
+            return report
+        return report.with_text(self._tokenizer.token_text)
+
     def _with_text(self, entry: TokenLogprobs | None) -> TokenLogprobs | None:
         if entry is None or self._tokenizer is None:
             return entry
@@ -169,6 +178,7 @@ def _output(state: _State) -> RequestOutput:
         state.num_cached_tokens,
         state.prompt_logprobs,
         state.metrics,
+        state.cache_report,
     )
 
 
@@ -188,5 +198,6 @@ def _last_output(state: _State, output: EngineCoreOutput, hit: StopHit | None) -
         num_cached_tokens=state.num_cached_tokens,
         prompt_logprobs=state.prompt_logprobs,
         metrics=state.metrics,
+        cache_report=state.cache_report,
         error=output.error,
     )

@@ -144,6 +144,7 @@ class OriginEngine:
         request.add_prompt_logprobs(result.prompt_logprobs)
         self.ledger.prompt_tokens += num_tokens
         self.ledger.computed_tokens += num_tokens
+        self.ledger.missed_disabled += num_tokens
         return self._finish_step(start, [request], result, num_prefill=num_tokens)
 
     def _decode(self, runner: SlotRunner) -> list[RequestOutput]:
