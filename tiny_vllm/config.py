@@ -140,6 +140,7 @@ class EngineConfig:
     async_scheduling: bool = True
     schedule: str = "fcfs"
     max_held_steps: int = 64
+    max_pinned_share: float = 0.5
     seed: int = 0
     num_threads: int | None = None
     debug_checks: bool = False
@@ -185,6 +186,9 @@ def _check_scalars(config: EngineConfig) -> None:
     share = config.gpu_memory_utilization
     if type(share) not in (int, float) or not 0.05 <= share <= 1.0:
         raise ConfigError(f"gpu_memory_utilization={share!r} must be a number in [0.05, 1.0]")
+    pinned = config.max_pinned_share
+    if type(pinned) not in (int, float) or not 0.0 <= pinned <= 0.9:
+        raise ConfigError(f"max_pinned_share={pinned!r} must be a number in [0.0, 0.9]")
     if type(config.seed) is not int:
         raise ConfigError(f"seed={config.seed!r} must be a whole number")
     if type(config.max_held_steps) is not int or config.max_held_steps < 0:

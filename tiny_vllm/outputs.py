@@ -145,3 +145,12 @@ class RequestOutput(_DeferredOutputs):
             return self._at_step[1]
         except AttributeError:
             return sum(len(completion.token_ids) for completion in self.outputs)
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedPrefix:
+    """A prefix kept in the cache: what to `unpin`, and how much of the prompt it covers."""
+
+    pin_id: int
+    num_tokens: int
+    num_blocks: int

@@ -44,12 +44,15 @@ def validate_request(
     return room if params.max_tokens is None else min(params.max_tokens, room)
 
 
-def validate_cache_salt(cache_salt: object) -> None:
-    """Raise InvalidRequestError unless the salt is text or None: another type has no one key."""
-    if cache_salt is not None and not isinstance(cache_salt, str):
-        raise InvalidRequestError(
-            f"cache_salt must be text or None, got {cache_salt!r:.80}", "cache_salt"
-        )
+def validate_prompt(token_ids: Sequence[int], vocab_size: int) -> None:
+    """Raise InvalidRequestError for an empty prompt, or ids that are not the model's."""
+    _check_prompt(token_ids, vocab_size, None)
+
+
+def validate_cache_key(name: str, value: object) -> None:
+    """Raise InvalidRequestError unless the value is text or None: another type has no one key."""
+    if value is not None and not isinstance(value, str):
+        raise InvalidRequestError(f"{name} must be text or None, got {value!r:.80}", name)
 
 
 def _check_prompt(token_ids: Sequence[int], vocab_size: int, highest: int | None) -> None:

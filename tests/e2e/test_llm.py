@@ -250,7 +250,7 @@ def test_bad_prompts(llm, prompt, message):
         llm.generate([prompt], GREEDY)
 
 
-@pytest.mark.parametrize("salt", [5, b"x", True, ["a"]])
+@pytest.mark.parametrize("salt", [5, b"x", True, [7]])
 def test_a_salt_is_text(llm, salt):
     with pytest.raises(InvalidRequestError, match="cache_salt must be text or None"):
         llm.generate(FRANCE, GREEDY, cache_salt=salt)
@@ -337,3 +337,47 @@ def test_interrupt_leaves_no_dead_state():
     )
     assert run.stdout.splitlines()[0] == "interrupted", run.stderr
     assert "Paris" in run.stdout and run.returncode == 0
+
+
+def test_prompts_run_in_the_order_of_their_tree_and_come_back_in_the_callers(llm):
+    documents = [f"Document {i}. " + f"It speaks of {i} things. " * 12 for i in range(3)]
+    prompts = [documents[i % 3] + f"Question {i}?" for i in range(9)]
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    llm.reset_prefix_cache()
+    there = llm.generate(prompts, params)
+    llm.reset_prefix_cache()
+    plain = llm.generate(prompts, params, reorder=False)
+    assert [o.prompt for o in there] == [o.prompt for o in plain] == prompts
+    assert [o.outputs[0].token_ids for o in there] == [o.outputs[0].token_ids for o in plain]
+    starts = sorted(range(9), key=lambda i: there[i].metrics.first_scheduled_time)
+    assert [i % 3 for i in starts] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+
+
+def test_each_prompt_may_have_its_own_salt(llm):
+    prompts = [FRANCE + " It is known for"] * 3
+    llm.generate(prompts[0], GREEDY, cache_salt="first")
+    outputs = llm.generate(prompts, GREEDY, cache_salt=["first", "second", None])
+    assert [o.num_cached_tokens > 0 for o in outputs] == [True, False, False]
+    with pytest.raises(InvalidRequestError, match="2 values of cache_salt for 3 prompts"):
+        llm.generate(prompts, GREEDY, cache_salt=["a", "b"])
+
+
+def test_the_report_names_the_texts_at_which_prompts_part(llm):
+    common = "The capital of a country is where its government sits. " * 3
+    llm.reset_prefix_cache()
+    llm.generate(common + "Name that of Germany", GREEDY)
+    (output,) = llm.generate(common + "Name one in Spain", GREEDY)
+    report = output.cache_report
+    assert output.num_cached_tokens == report.cached_tokens > 20
+    assert "' one' here, ' that' in request" in str(report)
+
+
+def test_a_pinned_prompt_is_cached_until_it_is_unpinned(llm):
+    llm.reset_prefix_cache()
+    pin = llm.pin("The capital of a country is where its government sits. " * 8)
+    assert pin.num_tokens >= 64 and pin.num_blocks * 32 == pin.num_tokens
+    assert llm.unpin(pin) and not llm.unpin(pin)
+    for ttl in (0, -1, float("nan"), "5"):
+        with pytest.raises(InvalidRequestError, match="ttl"):
+            llm.pin("Hello", ttl=ttl)
+    llm.engine.check_invariants()

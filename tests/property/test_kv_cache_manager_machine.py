@@ -106,11 +106,12 @@ class KVCacheMachine(RuleBasedStateMachine):
         # what each published block gives: computed slots that hold the request's own prefix
         gives = {0}
         for block in self.kv.pool.blocks:
-            for offset in range(len(wanted) if block.entry is not None else 0):
-                slot = block.block_id, offset
+            length = len(block.entry.tokens) // 4 if block.entry is not None else 0
+            if any((block.block_id, offset) in self.running for offset in range(length)):
+                continue
+            for offset in range(min(length, len(wanted))):
                 prefix = (salt, tuple(request.token_ids[: start + offset + 1]))
-                length = len(block.entry.tokens) // 4
-                if offset >= length or self.kv_of[slot] != prefix or slot in self.running:
+                if self.kv_of[block.block_id, offset] != prefix:
                     break
                 gives.add(offset + 1)
         if not self.partial:
@@ -173,8 +174,8 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert retracted >= lost.keys()
         for block_id in retracted - lost.keys():  # half-filled ones: each of one request alone
             assert block_id not in self.held
-            (owner,) = (r for r in self.requests if block_id in r.block_ids)
-            assert owner.request_id == failed or not lost.keys().isdisjoint(owner.block_ids)
+            for owner in (r for r in self.requests if block_id in r.block_ids):
+                assert owner.request_id == failed or not lost.keys().isdisjoint(owner.block_ids)
         for block_id in lost:
             del self.held[block_id]
         for request in list(self.requests):

@@ -202,7 +202,7 @@ def test_prompt_logprobs_come_once_and_stay():
 
 
 def test_a_group_merges_outputs_it_has_not_built():
-    group = RequestGroup("7", SamplingParams(n=2))
+    group = RequestGroup("7", SamplingParams(n=2), None, [1])
     followed = OutputProcessor(None)
     for request_id, _ in group.children():
         followed.add(make_request(request_id, [1, 2]), None)

@@ -45,6 +45,7 @@ ENGINE_HELP = {
     "attention": "forest reads a shared prefix once per step; per-request is its plain twin.",
     "schedule": "Order of waiting requests: fcfs, or prefix (longest cached prefix first).",
     "max_held_steps": "Steps a request waits at most while another one computes its prefix.",
+    "max_pinned_share": "Share of the KV-cache blocks that pinned prefixes may hold.",
     "seed": "Seed of the engine: dummy weights, and draws of requests without a seed.",
     "num_threads": "CPU threads.",
     "debug_checks": "Check the invariants of scheduler and cache after every step (slow).",

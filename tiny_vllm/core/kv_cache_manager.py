@@ -13,6 +13,7 @@ from typing import NamedTuple
 from tiny_vllm.core.block_hash import HashFn, blake2b_128
 from tiny_vllm.core.block_pool import Block, BlockPool
 from tiny_vllm.core.evicted_blocks import EvictedBlocks, Eviction
+from tiny_vllm.core.pins import Pin, Pins
 from tiny_vllm.core.prefix_cache import NoPrefixCache, PartialMatch, PrefixCache
 from tiny_vllm.outputs import FinishReason
 from tiny_vllm.protocol import BlockCopy
@@ -56,6 +57,7 @@ class KVCacheManager:
         enable_prefix_caching: False puts the null cache in place.
         hash_fn: bytes -> digest of the hash chain.
         partial_reuse: also reuse the beginning of a block that matches in part.
+        max_pinned_share: share of the blocks that pins may hold.
     """
 
     def __init__(
@@ -65,11 +67,13 @@ class KVCacheManager:
         enable_prefix_caching: bool = True,
         hash_fn: HashFn = blake2b_128,
         partial_reuse: bool = True,
+        max_pinned_share: float = 0.5,
     ) -> None:
         self.block_size = block_size
         kind = PrefixCache if enable_prefix_caching else NoPrefixCache
         self.cache = kind(block_size, hash_fn, partial_reuse)
         self.pool = BlockPool(num_blocks, self._evict)
+        self.pins = Pins(self.pool, int(num_blocks * max_pinned_share))
         self.evictions = EvictedBlocks(max(_FEW_EVICTIONS, 2 * num_blocks))
         self.step = 0
         self._needed_by: RequestId | None = None  # whom blocks are taken for
@@ -157,6 +161,18 @@ class KVCacheManager:
                 high = middle
         return max(0, request.num_computed_tokens - low * self.block_size)
 
+    def pin(self, request: Request, ttl: float | None) -> Pin:
+        """Keep the cached full blocks of a prompt from eviction; see `Pins.add`.
+
+        Args:
+            request: stands for the prompt alone, with its salt and adapter.
+        """
+        self.prepare(request)
+        request.token_ids.append(0)  # all blocks of the prompt may be found
+        blocks = self.cache.match(request)
+        self.cache.forget_request(request)
+        return self.pins.add(blocks, len(blocks) * self.block_size, ttl)
+
     def copy_of(self, request: Request, hit: PrefixHit) -> BlockCopy | None:
         """The copy that an admission with ``hit`` asks for, once its blocks are allocated."""
         if hit.part is None:
@@ -192,9 +208,11 @@ class KVCacheManager:
         return {block.block_id for block in blocks}
 
     def reset(self) -> bool:
-        """Forget all prefixes; False (and no change) while requests hold blocks."""
-        if self.pool.num_referenced:
+        """Forget all prefixes and pins; False (and no change) while requests hold blocks."""
+        pins = self.pins
+        if any(block.ref_count > pins.count(block.block_id) for block in self.pool.blocks):
             return False
+        pins.clear()
         self.cache.clear()
         self.evictions.clear()
         self.pool.restore_order()
@@ -209,7 +227,8 @@ class KVCacheManager:
             assert len(request.block_ids) * self.block_size >= request.num_computed_tokens, request
             for block_id in request.block_ids:
                 counts[block_id] += 1
-        for block, count in zip(self.pool.blocks, counts, strict=True):
+        for block, held in zip(self.pool.blocks, counts, strict=True):
+            count = held + self.pins.count(block.block_id)
             assert block.ref_count == count, f"block {block.block_id}: {block.ref_count} != {count}"
 
     def _allocate(self, request: Request, num_new: int, hit: PrefixHit) -> list[BlockId] | None:

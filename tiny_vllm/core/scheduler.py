@@ -16,6 +16,7 @@ from tiny_vllm.core.block_hash import HashFn, blake2b_128
 from tiny_vllm.core.hold_back import HoldBack
 from tiny_vllm.core.kv_cache_manager import KVCacheManager, PrefixHit
 from tiny_vllm.core.miss_reasons import explain
+from tiny_vllm.core.pins import Pin
 from tiny_vllm.core.queue import PrefixQueue, WaitingQueue
 from tiny_vllm.core.step_plan import StepPlan
 from tiny_vllm.core.stop import Stop, check_stop
@@ -74,6 +75,7 @@ class Scheduler:
             config.enable_prefix_caching,
             hash_fn,
             config.enable_partial_block_reuse,
+            config.max_pinned_share,
         )
         self._capacity = self.kv.capacity
         self._watermark = max(1, num_blocks // 100)  # spare blocks so that decodes can grow
@@ -143,6 +145,7 @@ class Scheduler:
         assert not self._in_flight, "schedule() before update_from_output() of the last step"
         self._step += 1
         self.kv.step = self._step
+        self.kv.pins.expire()
         preempted = self._make_room()
         plan = StepPlan(self._step, self._token_budget, self._removed)
         self._removed = []
@@ -196,8 +199,16 @@ class Scheduler:
         return _output(request, [])
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False (and no change) while requests hold blocks."""
+        """Forget all prefixes and pins; False (and no change) while requests hold blocks."""
         return self.kv.reset()
+
+    def pin(self, request: Request, ttl: float | None) -> Pin:
+        """Keep what is cached of a prompt from eviction; see `KVCacheManager.pin`."""
+        return self.kv.pin(request, ttl)
+
+    def unpin(self, pin_id: int) -> bool:
+        """Let go of a pin; False when there is none of this id (any more)."""
+        return self.kv.pins.remove(pin_id)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless blocks, queues and ledger agree."""
@@ -222,6 +233,8 @@ class Scheduler:
             return False
         preempted = False
         while self._blocks_due() > self.kv.num_available_blocks:
+            if len(self._running) == 1 and self.kv.pins.drop_oldest():
+                continue  # pins yield to a request that could not go on otherwise
             # newest first, so that min() settles ties by the latest admission
             self._preempt(min(reversed(self._running.values()), key=self.kv.tokens_lost))
             preempted = True
@@ -304,8 +317,9 @@ class Scheduler:
             left = request.num_tokens - hit.num_tokens
             if left > plan.budget and not self._chunked:
                 return
-            if not self.kv.fits(request, hit, self._watermark if self._running else 0):
-                return
+            while not self.kv.fits(request, hit, self._watermark if self._running else 0):
+                if self._running or not self.kv.pins.drop_oldest():
+                    return
             self._start(plan, request, hit, min(left, plan.budget))
 
     def _start(self, plan: StepPlan, request: Request, hit: PrefixHit, num_tokens: int) -> None:

@@ -15,12 +15,12 @@ from tiny_vllm.engine.engine_core import EngineCore
 from tiny_vllm.engine.interrupts import deferred_interrupts
 from tiny_vllm.engine.output_processor import OutputProcessor
 from tiny_vllm.errors import InvalidRequestError
-from tiny_vllm.outputs import FinishReason, RequestOutput
+from tiny_vllm.outputs import FinishReason, PinnedPrefix, RequestOutput
 from tiny_vllm.protocol import EngineInfo, ModelRunner, StepRecord, TokenLedger
 from tiny_vllm.request import Request, RequestId
 from tiny_vllm.sampling_params import SamplingParams
 from tiny_vllm.tokenizer import Tokenizer, load_tokenizer
-from tiny_vllm.validation import validate_cache_salt, validate_request
+from tiny_vllm.validation import validate_cache_key, validate_prompt, validate_request
 from tiny_vllm.worker.builder import build_worker
 
 
@@ -76,8 +76,14 @@ class ExtendedEngine:
         params: SamplingParams,
         prompt: str | None = None,
         cache_salt: str | None = None,
+        adapter: str | None = None,
     ) -> None:
         """Queue a request.
+
+        Args:
+            cache_salt: a request shares cached KV only with requests of the same salt.
+            adapter: names the weights that the KV belongs to, and keeps it apart likewise. All
+                requests run on the engine's own weights.
 
         Raises:
             InvalidRequestError: names the field, the value and the bound; the engine and
@@ -88,7 +94,8 @@ class ExtendedEngine:
             raise InvalidRequestError(f"n={params.n}: a core request has one completion", "n")
         if params.stop_strings and self.tokenizer is None:
             raise InvalidRequestError("stop strings need a tokenizer; use stop_token_ids", "stop")
-        validate_cache_salt(cache_salt)
+        validate_cache_key("cache_salt", cache_salt)
+        validate_cache_key("adapter", adapter)
         packed, highest = _pack(prompt_token_ids)
         max_tokens = validate_request(
             prompt_token_ids, params, self.info.vocab_size, self.info.max_model_len, highest
@@ -101,6 +108,7 @@ class ExtendedEngine:
             max_tokens=max_tokens,
             eos_token_ids=self._eos_token_ids,
             cache_salt=cache_salt,
+            adapter=adapter,
             # Their log-probabilities need every prompt position to be computed.
             use_prefix_cache=params.prompt_logprobs is None,
         )
@@ -130,8 +138,45 @@ class ExtendedEngine:
         results, _ = self._outputs.process([output])
         return results[0] if results else None
 
+    def pin_prefix(
+        self,
+        prompt_token_ids: Sequence[int],
+        ttl: float | None = None,
+        cache_salt: str | None = None,
+        adapter: str | None = None,
+    ) -> PinnedPrefix:
+        """Keep the full blocks of a prompt that are cached now from eviction.
+
+        Args:
+            ttl: seconds until the pin is dropped; None keeps it until `unpin`.
+
+        Raises:
+            InvalidRequestError: bad values, or more pinned blocks than ``max_pinned_share``
+                of the cache; names both numbers.
+        """
+        self._core.check_alive()
+        validate_cache_key("cache_salt", cache_salt)
+        validate_cache_key("adapter", adapter)
+        validate_prompt(prompt_token_ids, self.info.vocab_size)
+        if ttl is not None and (type(ttl) not in (int, float) or not 0 < ttl < float("inf")):
+            raise InvalidRequestError(f"ttl={ttl!r} must be a number of seconds above 0", "ttl")
+        request = Request(
+            RequestId("pin"),
+            list(prompt_token_ids),
+            SamplingParams(),
+            1,
+            cache_salt=cache_salt,
+            adapter=adapter,
+        )
+        pin = self._core.scheduler.pin(request, ttl)
+        return PinnedPrefix(pin.pin_id, pin.num_tokens, len(pin.blocks))
+
+    def unpin(self, pin_id: int) -> bool:
+        """Let go of a pin; False when it is unknown, over, or had to yield to a request."""
+        return self._core.scheduler.unpin(pin_id)
+
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False when requests still hold blocks."""
+        """Forget all cached prefixes, pinned ones too; False when requests still hold blocks."""
         return self._core.scheduler.reset_prefix_cache()
 
     def check_invariants(self) -> None:

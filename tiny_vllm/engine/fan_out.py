@@ -10,8 +10,11 @@ from tiny_vllm.sampling_params import SamplingParams
 class RequestGroup:
     """The core requests of one prompt. They share its KV through the prefix cache."""
 
-    def __init__(self, request_id: str, params: SamplingParams) -> None:
+    def __init__(
+        self, request_id: str, params: SamplingParams, text: str | None, token_ids: list[int]
+    ) -> None:
         self.request_id = request_id
+        self.text, self.token_ids = text, token_ids
         self.num_tokens = 0
         self._params = params
         self._latest: dict[str, RequestOutput] = {}

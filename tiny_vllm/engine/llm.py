@@ -14,8 +14,9 @@ from typing import Any, Protocol
 from tiny_vllm.config import EngineConfig
 from tiny_vllm.engine.extended import ExtendedEngine
 from tiny_vllm.engine.fan_out import RequestGroup
+from tiny_vllm.engine.prefix_order import depth_first
 from tiny_vllm.errors import ConfigError, InvalidRequestError
-from tiny_vllm.outputs import RequestOutput
+from tiny_vllm.outputs import PinnedPrefix, RequestOutput
 from tiny_vllm.sampling_params import SamplingParams
 from tiny_vllm.tokenizer import Tokenizer
 
@@ -80,7 +81,8 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_progress: bool = False,
-        cache_salt: str | None = None,
+        cache_salt: str | Sequence[str | None] | None = None,
+        reorder: bool = True,
     ) -> list[RequestOutput]:
         """Complete prompts; the outputs come back in the caller's order.
 
@@ -89,15 +91,21 @@ class LLM:
                 {"prompt": text} or {"prompt_token_ids": ids}.
             params: one for all, or one a prompt; default `SamplingParams()`.
             use_progress: show a progress bar on stderr.
+            cache_salt: one for all, or one a prompt; what has another salt shares no cache.
+            reorder: prompts that begin alike run together, whatever their places in the list.
 
         Raises:
             InvalidRequestError: one prompt is refused; none of them is left running.
         """
         batch = _as_list(prompts)
+        salts = _per_prompt("cache_salt", cache_salt, len(batch))
         groups: list[RequestGroup] = []
         try:
             for prompt, one in zip(batch, _params_list(params, len(batch)), strict=True):
-                groups.append(self._submit(prompt, one, cache_salt))
+                groups.append(self._prepare(prompt, one))
+            order = range(len(groups))
+            for index in depth_first([g.token_ids for g in groups]) if reorder else order:
+                self._start(groups[index], salts[index])
             with _progress(use_progress, len(groups)) as bar:
                 self._drive(groups, bar)
         finally:
@@ -125,7 +133,8 @@ class LLM:
 
         The request is queued at once; closing the iterator aborts it.
         """
-        group = self._submit(prompt, params or SamplingParams(), cache_salt)
+        group = self._prepare(prompt, params or SamplingParams())
+        self._start(group, cache_salt)
         return OutputStream(self, group)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
@@ -167,8 +176,31 @@ class LLM:
             )
         return text, list(token_ids)
 
+    def pin(
+        self, prompt: Prompt, *, ttl: float | None = None, cache_salt: str | None = None
+    ) -> PinnedPrefix:
+        """Compute a prompt if need be, and keep its full blocks in the cache.
+
+        Pins yield only to a request that could not run otherwise.
+
+        Args:
+            ttl: seconds until the pin is dropped; None keeps it until `unpin`.
+
+        Raises:
+            InvalidRequestError: bad values, or more pinned blocks than ``max_pinned_share``
+                of the cache; names both numbers.
+        """
+        _, token_ids = self.encode(prompt)
+        once = SamplingParams(max_tokens=1, temperature=0.0)
+        self.generate([{"prompt_token_ids": token_ids}], once, cache_salt=cache_salt)
+        return self.engine.pin_prefix(token_ids, ttl, cache_salt)
+
+    def unpin(self, pin: PinnedPrefix) -> bool:
+        """Let go of a pin; False when its time was over, or it had to yield to a request."""
+        return self.engine.unpin(pin.pin_id)
+
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False while requests are running."""
+        """Forget all cached prefixes, pinned ones too; False while requests are running."""
         return self.engine.reset_prefix_cache()
 
     def shutdown(self) -> None:
@@ -178,23 +210,22 @@ class LLM:
         self._mailboxes.clear()
         self.engine.shutdown()
 
-    def _submit(
-        self, prompt: Prompt, params: SamplingParams, cache_salt: str | None
-    ) -> RequestGroup:
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> RequestGroup:
         if not isinstance(params, SamplingParams):
             raise InvalidRequestError(
                 f"params must be SamplingParams, got {params!r:.80}", "params"
             )
         text, token_ids = self.encode(prompt)
-        group = RequestGroup(str(next(self._ids)), params)
+        return RequestGroup(str(next(self._ids)), params, text, token_ids)
+
+    def _start(self, group: RequestGroup, cache_salt: str | None) -> None:
         try:
             for request_id, child in group.children():
-                self.engine.add_request(request_id, token_ids, child, text, cache_salt)
+                self.engine.add_request(request_id, group.token_ids, child, group.text, cache_salt)
                 self._mailboxes[request_id] = None
         except BaseException:
             self.release([group])
             raise
-        return group
 
     def _drive(self, groups: list[RequestGroup], bar: _Progress | None) -> None:
         open_groups = groups
@@ -299,18 +330,22 @@ def _params_list(
 ) -> list[SamplingParams]:
     if params is None:
         params = SamplingParams()
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if not _is_list(params):
+    if not isinstance(params, SamplingParams) and not _is_list(params):
         raise InvalidRequestError(
             f"params must be SamplingParams or a list of them, got {params!r:.80}", "params"
         )
-    if len(params) != count:
+    return _per_prompt("params", params, count)
+
+
+def _per_prompt(name: str, value: Any, count: int) -> list[Any]:
+    """One value for all prompts, or one a prompt."""
+    if not _is_list(value):
+        return [value] * count
+    if len(value) != count:
         raise InvalidRequestError(
-            f"{len(params)} sampling parameters for {count} prompts: give one, or one a prompt",
-            "params",
+            f"{len(value)} values of {name} for {count} prompts: give one, or one a prompt", name
         )
-    return list(params)
+    return list(value)
 
 
 def _progress(enabled: bool, total: int) -> AbstractContextManager[_Progress | None]:
