@@ -98,6 +98,11 @@ def test_the_summary_has_the_keys_of_the_design(tmp_path: Path) -> None:
             "cached_tokens",
             "computed_tokens",
             "recomputed_tokens",
+            "copied_tokens",
+            "held_requests",
+            "held_steps",
+            "missed",
+            "unbalanced",
         }
         assert {"floor_s", "mbu", "mfu", "impossible"} <= set(variant["roofline"])
     assert summary["schema"] == "tiny-vllm.bench/1"
@@ -117,6 +122,7 @@ def test_numbers_fit_together(tmp_path: Path) -> None:
         assert variant["decoded_tokens"] == 28
         cache = variant["cache"]
         assert cache["cached_tokens"] + cache["computed_tokens"] == variant["prompt_tokens"]
+        assert cache["computed_tokens"] == sum(cache["missed"].values()) and not cache["unbalanced"]
         assert variant["kv_bytes"] == {"logical": 16 * 8, "physical": 8 * 8}
     assert plain["cache"]["token_hit_rate"] == 0.0
     assert plain["cache"]["block_hit_rate"] is None

@@ -37,3 +37,7 @@ class ModelEncoder:
             return self.encode("\n\n".join(message["content"] for message in messages))
         text = self._tokenizer.apply_chat_template(messages)
         return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token."""
+        return self._tokenizer.token_text(token_id)

@@ -17,7 +17,7 @@ from tiny_vllm.bench.contention import is_contended
 from tiny_vllm.bench.folder import RunData
 from tiny_vllm.bench.records import RequestRecord
 from tiny_vllm.metrics import Peaks, run_roofline
-from tiny_vllm.protocol import EngineInfo, StepRecord
+from tiny_vllm.protocol import EngineInfo, StepRecord, TokenLedger
 
 SCHEMA = "tiny-vllm.bench/1"
 RANDOM_HIT_LIMIT = 0.01  # hits of a workload whose prompts share nothing
@@ -30,6 +30,7 @@ SCALARS = (
 CACHE = (
     *("block_hit_rate", "token_hit_rate"),
     *("cached_tokens", "computed_tokens", "recomputed_tokens"),
+    *("copied_tokens", "held_requests", "held_steps", "missed", "unbalanced"),
 )
 ROOFLINE = ("floor_s", "mbu", "mfu", "share", "impossible")
 
@@ -210,7 +211,21 @@ def _cache(ledger: Mapping[str, int]) -> dict[str, Any]:
         "cached_tokens": cached,
         "computed_tokens": ledger["computed_tokens"],
         "recomputed_tokens": ledger["recomputed_tokens"],
+        "copied_tokens": ledger["copied_tokens"],
+        "held_requests": ledger["held_requests"],
+        "held_steps": ledger["held_steps"],
+        "missed": {reason.value: n for reason, n in TokenLedger(**ledger).missed().items()},
+        "unbalanced": _is_unbalanced(ledger),
     }
+
+
+def _is_unbalanced(ledger: Mapping[str, int]) -> bool:
+    """True when the books of a run do not add up."""
+    try:
+        TokenLedger(**ledger).check()
+    except AssertionError:
+        return True
+    return False
 
 
 def _roofline(
@@ -294,6 +309,8 @@ def _warnings(manifest: Mapping[str, Any], done: Sequence[Mapping[str, Any]]) ->
             found.append(
                 f"{name}: {rate:.1%} of a random workload came from the cache; it should be 0"
             )
+        if variant["cache"]["unbalanced"]:
+            found.append(f"{name}: the token ledger does not balance; do not believe its counts")
         if variant["roofline"]["impossible"]:
             found.append(f"{name}: faster than the physical floor of this machine; do not believe")
         if variant["contended"]:

@@ -31,6 +31,7 @@ COMMANDS = {
     "bench": ("tiny_vllm.cli.bench", "bench"),
     "generate": ("tiny_vllm.cli.generate", "generate"),
     "chat": ("tiny_vllm.cli.chat", "chat"),
+    "explain": ("tiny_vllm.cli.explain", "explain"),
     "env": ("tiny_vllm.cli.environment", "environment"),
 }
 
