@@ -66,6 +66,8 @@ class Request:
     finish_reason: FinishReason | None = field(init=False, default=None)
     stop_reason: int | str | None = field(init=False, default=None)
     metrics: RequestMetrics = field(init=False)
+    length_limit: int = field(init=False, default=0)  # tokens; `core.stop` sets both
+    end_ids: frozenset[int] = field(init=False, default=frozenset())
     num_held_steps: int = field(init=False, default=0)
     cache_report: CacheReport | None = field(init=False, default=None)  # from admission on
 

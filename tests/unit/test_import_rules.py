@@ -53,7 +53,7 @@ ALLOWED: dict[str, frozenset[str]] = {
 LAZY: dict[str, frozenset[str]] = {
     "__init__": frozenset({"engine"}),
     "bench": frozenset(
-        "engine origin tokenizer ops attention models weights sampler logits".split()
+        "core engine origin tokenizer ops attention models weights sampler logits".split()
     ),
     "cli": frozenset(ALLOWED),
 }

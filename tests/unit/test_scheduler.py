@@ -1,5 +1,7 @@
 """The scheduler's single decisions: messages, stop rules, settings, queue order."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.engine.fake import Driver, make_config, make_request
@@ -188,7 +190,7 @@ def test_schedule_twice_without_update_is_an_internal_error():
     planned = driver.scheduler.schedule()
     with pytest.raises(AssertionError, match="before update"):
         driver.scheduler.schedule()
-    planned.num_scheduled_tokens = {RequestId("z"): 1}
+    planned = replace(planned, num_scheduled_tokens={RequestId("z"): 1})
     with pytest.raises(AssertionError, match="another step"):
         driver.scheduler.update_from_output(planned, ModelRunnerOutput())
 

@@ -19,7 +19,7 @@ from tiny_vllm.core.miss_reasons import explain
 from tiny_vllm.core.pins import Pin
 from tiny_vllm.core.queue import PrefixQueue, WaitingQueue
 from tiny_vllm.core.step_plan import StepPlan
-from tiny_vllm.core.stop import Stop, check_stop
+from tiny_vllm.core.stop import Stop, check_stop, prepare_stops
 from tiny_vllm.errors import ConfigError, InvalidRequestError
 from tiny_vllm.outputs import FinishReason, TokenLogprobs
 from tiny_vllm.protocol import (
@@ -85,6 +85,7 @@ class Scheduler:
         self._running: dict[RequestId, Request] = {}  # in order of admission
         self._requests: dict[RequestId, Request] = {}  # all unfinished ones
         self._in_flight: dict[RequestId, Request] = {}
+        self._planned: SchedulerOutput | None = None
         self._ended_in_flight: list[Request] = []  # finished while their step runs
         self._removed: list[RequestId] = []
         self._step = 0
@@ -133,6 +134,7 @@ class Scheduler:
         except InvalidRequestError:
             self.kv.free(request)
             raise
+        prepare_stops(request, self._max_model_len, self._capacity)
         self._requests[request.request_id] = request
         self._waiting.add(request)
 
@@ -153,7 +155,7 @@ class Scheduler:
         self._schedule_prefills(plan, prefills)
         if not preempted:
             self._admit(plan)
-        self._in_flight = plan.requests
+        self._in_flight, self._planned = plan.requests, plan.output
         self.cached_tokens_last_step = plan.num_cached_tokens
         if self._debug:
             self.check_invariants()
@@ -168,8 +170,8 @@ class Scheduler:
         KV with them in this step are recomputed. Requests finished meanwhile are ignored.
         """
         in_flight, self._in_flight = self._in_flight, {}
-        scheduled = scheduler_output.num_scheduled_tokens
-        assert scheduled.keys() == in_flight.keys(), "update for another step"
+        assert scheduler_output is self._planned, "update for another step"
+        self._planned = None
         now = time.perf_counter()
         tainted = self._count(scheduler_output, in_flight, runner_output)
         outputs = [
@@ -383,7 +385,7 @@ class Scheduler:
         now: float,
     ) -> Iterator[EngineCoreOutput]:
         """Give each request that still runs its new token; one that was due and got none fails."""
-        running, max_model_len = RequestStatus.RUNNING, self._max_model_len
+        running = RequestStatus.RUNNING
         for request_id, request in in_flight.items():  # the hot loop
             if request.status is not running:  # finished meanwhile, failed or preempted
                 continue
@@ -396,12 +398,25 @@ class Scheduler:
             if metrics.first_token_time is None:
                 metrics.first_token_time = now
             metrics.token_times.append(now)
-            request.token_ids.append(token_id)
-            stop = check_stop(request, max_model_len, self._capacity)
-            if stop is not None:
-                self._finish(request, stop, now)
+            token_ids = request.token_ids
+            token_ids.append(token_id)
+            if len(token_ids) >= request.length_limit or token_id in request.end_ids:
+                stop = check_stop(request, self._max_model_len, self._capacity)
+                if stop is not None:
+                    self._finish(request, stop, now)
             logprobs = None if token.logprobs is None else [token.logprobs]
-            yield _output(request, [token_id], logprobs)
+            yield EngineCoreOutput(  # `_output`, without the call
+                request_id,
+                [token_id],
+                logprobs,
+                None,
+                request.finish_reason,
+                request.stop_reason,
+                request.num_cached_tokens,
+                None,
+                metrics,
+                request.cache_report,
+            )
 
     def _finish(self, request: Request, stop: Stop, now: float) -> None:
         request_id = request.request_id

@@ -15,6 +15,15 @@ class Stop(NamedTuple):
     stop_reason: int | str | None = None
 
 
+def prepare_stops(request: Request, max_model_len: int, capacity: int) -> None:
+    """Note on the request when `check_stop` is worth asking: at a length, and at certain ids."""
+    params = request.params
+    output_end = request.num_prompt_tokens + request.max_tokens
+    request.length_limit = min(output_end, max_model_len, capacity + 1)
+    eos = frozenset() if params.ignore_eos else request.eos_token_ids
+    request.end_ids = eos.union(params.stop_token_ids)
+
+
 def check_stop(request: Request, max_model_len: int, capacity: int) -> Stop | None:
     """Decide after a token was appended; None to go on.
 
