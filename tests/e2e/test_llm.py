@@ -82,7 +82,7 @@ def test_outputs_keep_the_callers_order(llm):
     assert [len(o.outputs[0].token_ids) for o in outputs] == [9, 1, 7, 3, 5]
 
 
-def test_same_answer_hit_or_miss(llm):
+def test_case_01_same_answer_hit_or_miss(llm):
     """A warm prompt is taken from the cache and answers as it did cold."""
     prompt = "The river runs past the mill, the church and the old school. " * 8 + "Then it"
     llm.reset_prefix_cache()
@@ -93,7 +93,7 @@ def test_same_answer_hit_or_miss(llm):
     assert warm.outputs[0].token_ids == cold.outputs[0].token_ids
 
 
-def test_salt_separates(llm):
+def test_case_16_salt_separates(llm):
     prompt = "All happy families are alike; every unhappy family is unhappy. " * 6
     llm.generate(prompt, GREEDY, cache_salt="a")
     (other,) = llm.generate(prompt, GREEDY, cache_salt="b")
@@ -150,7 +150,7 @@ def test_seed_does_not_depend_on_the_batch(llm):
     assert batch[1].outputs[0].token_ids == alone.outputs[0].token_ids
 
 
-def test_stop_string_across_tokens(llm):
+def test_case_18_stop_string_across_tokens(llm):
     (free,) = llm.generate(FRANCE, GREEDY)
     text = free.outputs[0].text
     stop = text[3:9]
@@ -162,7 +162,7 @@ def test_stop_string_across_tokens(llm):
     assert all(done.text.startswith(p.outputs[0].text) for p in parts)
 
 
-def test_stop_string_equal_to_the_first_token(llm):
+def test_case_18_stop_string_equal_to_the_first_token(llm):
     (output,) = llm.generate(FRANCE, GREEDY.replace(stop=[" Paris"]))
     assert output.outputs[0].text == "" and len(output.outputs[0].token_ids) == 1
 
@@ -175,7 +175,7 @@ def test_stop_token_id(llm):
     assert output.outputs[0].finish_reason is FinishReason.STOP
 
 
-def test_one_token(llm):
+def test_case_03_one_token(llm):
     """max_tokens = 1 on a miss and on a hit (case 3)."""
     prompt = "A long enough sentence to fill more than one block of the cache. " * 4
     llm.reset_prefix_cache()
@@ -206,7 +206,7 @@ def test_logprobs(llm):
     assert output.outputs[0].cumulative_logprob == pytest.approx(total)
 
 
-def test_prompt_logprobs_cold_and_warm(llm):
+def test_case_02_prompt_logprobs_cold_and_warm(llm):
     """Case 2: n entries, the first null, the same after the prompt is cached."""
     prompt = "Sphinx of black quartz, judge my vow. " * 20
     params = GREEDY.replace(prompt_logprobs=1, max_tokens=1)
@@ -265,7 +265,7 @@ def test_params_of_another_type(llm, params):
         llm.stream(FRANCE, params)
 
 
-def test_emoji_and_cjk_stream(llm):
+def test_case_19_emoji_and_cjk_stream(llm):
     """Case 19: concatenated deltas equal the full text, no replacement character."""
     prompt = "Repeat: 日本語テキスト 🎉🚀 naïve. Repeat: 日本語テキスト 🎉"
     parts = list(llm.stream(prompt, GREEDY.replace(max_tokens=20)))

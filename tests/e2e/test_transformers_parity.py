@@ -62,3 +62,23 @@ def test_forty_prompts_equal_transformers(reference):
     for prompt, position, gap in differing:
         print(f"{prompt!r} differs at output token {position}: top-2 gap {gap:.2e}")
     assert all(gap < TIE for _, _, gap in differing), differing
+
+
+def test_case_12_cold_warm_and_batched_give_the_same_tokens_in_float32():
+    """Each of 40 prompts alone and cold, alone and warm, and warm in a batch of 16."""
+    llm = LLM("smollm2-135m", dtype="float32", max_model_len=256, max_num_seqs=16)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    cold, warm = [], []
+    for prompt in PROMPTS:
+        llm.reset_prefix_cache()
+        cold += llm.generate([prompt], params)
+    llm.generate(PROMPTS, params)
+    for prompt in PROMPTS:
+        warm += llm.generate([prompt], params)
+    batched = llm.generate(PROMPTS, params)
+    assert all(output.num_cached_tokens == 0 for output in cold)
+    for hit in (*warm, *batched):
+        assert hit.num_cached_tokens == len(hit.prompt_token_ids) - 1
+    expected = [output.outputs[0].token_ids for output in cold]
+    assert [output.outputs[0].token_ids for output in warm] == expected
+    assert [output.outputs[0].token_ids for output in batched] == expected

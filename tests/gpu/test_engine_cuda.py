@@ -127,6 +127,22 @@ def test_every_setting_gives_the_same_tokens(folder, prompts, expected, changes)
     assert warm == expected
 
 
+@pytest.mark.parametrize("block_size", [16, 128])
+def test_a_block_that_matches_in_part_is_copied(folder, prompts, block_size):
+    """Cut and continued otherwise at any token: the copied part answers as a computed one."""
+    stem = prompts[20]
+    cuts = [1, 15, 17, 63, 127, 129, 200, 333, len(stem) - 1]
+    others = [[*stem[:cut], (stem[cut] + 1) % VOCAB, 7] for cut in cuts]
+    with build(folder, block_size=block_size, enable_prefix_caching=False) as llm:
+        cold = tokens(llm, others)
+    with build(folder, block_size=block_size) as llm:
+        tokens(llm, [stem])
+        warm = llm.generate(others, GREEDY)
+        assert [o.outputs[0].token_ids for o in warm] == cold
+        assert [o.num_cached_tokens for o in warm] == cuts
+        assert llm.engine.ledger.copied_tokens == sum(cut % block_size for cut in cuts)
+
+
 def test_preemption_gives_the_same_tokens(folder, prompts, expected):
     """A pool in which the requests do not fit together once they have grown."""
     with build(folder, block_size=16, num_blocks=120) as llm:

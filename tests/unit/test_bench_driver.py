@@ -177,7 +177,7 @@ def test_progress_counts_tokens() -> None:
     assert seen == [2, 3, 4]
 
 
-def test_warm_up_is_unrelated_and_leaves_the_cache_cold() -> None:
+def test_case_20_warm_up_is_unrelated_and_leaves_the_cache_cold() -> None:
     fake = FakeEngine(EngineConfig.create(max_model_len=64))
     trace = [request(str(n), 40, 8) for n in range(3)]
     warmed = {tuple(r.token_ids) for r in warmup_requests(fake, trace)}

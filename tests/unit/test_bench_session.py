@@ -329,7 +329,7 @@ def test_a_run_without_any_good_request_fails(tmp_path: Path) -> None:
     assert "equal" not in text
 
 
-def test_a_random_workload_with_hits_is_flagged(
+def test_case_20_a_random_workload_with_hits_is_flagged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Case 20: the fake engine is made to count hits that a random workload cannot have."""

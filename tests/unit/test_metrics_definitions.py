@@ -33,7 +33,7 @@ def test_no_token_has_no_latency() -> None:
     assert metrics.itl_s([]) == []
 
 
-def test_a_step_with_several_tokens_splits_its_time() -> None:
+def test_case_20_a_step_with_several_tokens_splits_its_time() -> None:
     """Case 20: two tokens out of one 0.6 s step are two gaps of 0.3 s, not 0.6 and 0."""
     times = [1.0, 1.6, 1.6, 2.0]
     assert metrics.itl_s(times) == pytest.approx([0.3, 0.3, 0.4])
@@ -90,7 +90,7 @@ def test_mixed_steps_count_as_prefill_time() -> None:
     assert times == metrics.StepTimes(prefill_s=1.5, decode_s=0.5, decoded_tokens=8)
 
 
-def test_prefill_rate_divides_computed_tokens_by_the_time_spent_on_them() -> None:
+def test_case_22_prefill_rate_divides_computed_tokens_by_the_time_spent_on_them() -> None:
     """Case 22: 100 computed tokens in 0.5 s, whatever the time to the first token was."""
     assert metrics.prefill_tok_s(100, 0.5) == 200.0
 

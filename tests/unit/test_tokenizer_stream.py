@@ -114,7 +114,7 @@ def test_agrees_with_the_slow_twin(ids, stops, include, skip, min_tokens, sizes)
     cut=st.integers(0, 80),
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=3),
 )
-def test_prompt_may_end_anywhere_in_a_text(text, cut, sizes):
+def test_case_19_prompt_may_end_anywhere_in_a_text(text, cut, sizes):
     """The output completes the prompt's character: nothing lost, no U+FFFD, no prompt text."""
     ids = ids_of(text)
     prompt, output = ids[:cut], ids[cut:]
@@ -125,7 +125,7 @@ def test_prompt_may_end_anywhere_in_a_text(text, cut, sizes):
 
 
 @pytest.mark.parametrize("text", ["plain", "é", "你好，世界", "👩‍👩‍👧 family", "🎉" * 5, "\ufffd"])
-def test_characters_are_shown_whole(text):
+def test_case_19_characters_are_shown_whole(text):
     detokenizer = StreamingDetokenizer(TOKENIZER)
     deltas, _ = feed(detokenizer, ids_of(text))
     assert "".join(deltas) == text
@@ -148,7 +148,7 @@ def test_special_token_at_the_end_of_the_prompt_closes_its_character():
     assert "".join(deltas) == "ok"
 
 
-def test_incomplete_character_is_shown_only_at_the_end():
+def test_case_19_incomplete_character_is_shown_only_at_the_end():
     detokenizer = StreamingDetokenizer(TOKENIZER)
     assert detokenizer.append(list("好".encode()[:2])) is None
     assert detokenizer.text == ""
@@ -157,7 +157,7 @@ def test_incomplete_character_is_shown_only_at_the_end():
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_stop_string_across_tokens_is_never_streamed(include):
+def test_case_18_stop_string_across_tokens_is_never_streamed(include):
     detokenizer = StreamingDetokenizer(TOKENIZER, stop=("STOP",), include_stop_str=include)
     deltas, match = feed(detokenizer, ids_of("a STaSTOPb"))
     assert match == StopMatch("STOP", 9)
@@ -166,14 +166,14 @@ def test_stop_string_across_tokens_is_never_streamed(include):
     assert deltas[:5] == ["a", " ", "", "", "STa"]  # held until it can no longer be a stop
 
 
-def test_stop_string_equal_to_the_first_token():
+def test_case_18_stop_string_equal_to_the_first_token():
     stop = TOKENIZER._backend.token_to_id("hello")
     detokenizer = StreamingDetokenizer(TOKENIZER, ids_of("hello"), ("hello",))
     assert detokenizer.append([stop, *ids_of("more")]) == StopMatch("hello", 1)
     assert detokenizer.text == ""
 
 
-def test_stop_string_inside_multi_byte_characters():
+def test_case_18_stop_string_inside_multi_byte_characters():
     detokenizer = StreamingDetokenizer(TOKENIZER, stop=("好",))
     deltas, match = feed(detokenizer, ids_of("你好吗"))
     assert match == StopMatch("好", 6)
