@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tiny_vllm import LLM, SamplingParams
+from tiny_vllm.bench.flips import PROMPTS
 from tiny_vllm.hub import resolve_model
 from tiny_vllm.weights import open_weights
 
@@ -17,19 +18,6 @@ pytestmark = [pytest.mark.real_model, pytest.mark.slow]
 
 NUM_TOKENS = 64
 TIE = 1e-4  # a top-2 gap below this is a tie in fp32
-
-SUBJECTS = ["the sea", "a clock", "bread", "the moon", "an old map"]
-TEXTS = [
-    "The history of {} begins",
-    "Write one sentence about {}.",
-    "def count_{0}(items):\n    '''Count {0}.'''\n",
-    "Question: why do people like {}?\nAnswer:",
-    "{} 是什么？ Explain in English: ",
-    "1. {}\n2.",
-    "Once upon a time there was {} that",
-    "In 2026, {} cost 1234 euros; in 2027 it cost",
-]
-PROMPTS = [text.format(subject) for subject in SUBJECTS for text in TEXTS]
 
 
 @pytest.fixture(scope="module")
