@@ -1,4 +1,4 @@
-"""500 random requests through a pool that is too small: every answer as if alone."""
+"""2500 random requests each through a pool that is too small: every answer as if alone."""
 
 import random
 
@@ -8,6 +8,7 @@ from tests.engine.fake import GARBAGE, Driver, solo
 from tiny_vllm.outputs import FinishReason
 
 EOS = 11
+NUM_REQUESTS = 2500
 
 
 def _add_random(driver: Driver, rng: random.Random, index: int) -> None:
@@ -48,7 +49,7 @@ def _check(driver: Driver) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"max_num_batched_tokens": 9, "max_num_seqs": 8},
+        {"max_num_batched_tokens": 9, "max_num_seqs": 8, "schedule": "prefix"},
         {"max_num_batched_tokens": 64, "max_num_seqs": 16, "block_size": 3, "num_blocks": 45},
         {"max_num_batched_tokens": 100, "enable_chunked_prefill": False, "max_model_len": 100},
         {"max_num_batched_tokens": 30, "enable_prefix_caching": False},
@@ -59,8 +60,8 @@ def test_random_traffic_equals_solo_runs(settings):
     rng = random.Random(str(settings))
     driver = Driver(**{"num_blocks": 34, **settings})
     added = 0
-    while added < 500 or driver.scheduler.has_unfinished_requests():
-        while added < 500 and driver.scheduler.num_waiting < 4 and rng.random() < 0.6:
+    while added < NUM_REQUESTS or driver.scheduler.has_unfinished_requests():
+        while added < NUM_REQUESTS and driver.scheduler.num_waiting < 4 and rng.random() < 0.6:
             _add_random(driver, rng, added)
             added += 1
         planned = driver.scheduler.schedule()
@@ -73,4 +74,4 @@ def test_random_traffic_equals_solo_runs(settings):
     assert (ledger.cached_tokens > 500) == settings.get("enable_prefix_caching", True)
     reasons = {output.finish_reason for output in driver.finished.values()}
     assert reasons == set(FinishReason)
-    assert len(driver.finished) == 500
+    assert len(driver.finished) == NUM_REQUESTS
