@@ -9,10 +9,10 @@ from tiny_vllm.engine.extended import ExtendedEngine
 from tiny_vllm.origin import OriginEngine
 from tiny_vllm.sampling_params import SamplingParams
 
-pytestmark = [pytest.mark.real_model, pytest.mark.slow]
+pytestmark = [pytest.mark.real_model, pytest.mark.slow, pytest.mark.timeout(400)]
 
 NUM_REQUESTS = 200
-SETTINGS = {"model": "smollm2-135m", "dtype": "float32", "device": "cpu", "max_model_len": 256}
+SETTINGS = {"model": "smollm2-135m", "dtype": "float32", "device": "cpu", "max_model_len": 128}
 
 
 def random_requests(rng):
@@ -23,7 +23,7 @@ def random_requests(rng):
         stem = rng.choice(documents if rng.random() < 0.8 or not requests else requests[-20:])
         stem = stem[0] if isinstance(stem, tuple) else stem
         tail = [rng.randrange(2000, 40000) for _ in range(rng.randrange(1, 5))]
-        requests.append(([*stem[: rng.randrange(len(stem))], *tail], rng.choice([1, 2, 5, 9, 24])))
+        requests.append(([*stem[: rng.randrange(len(stem))], *tail], rng.choice([1, 1, 2, 3, 6])))
     return requests
 
 
@@ -43,24 +43,24 @@ def serve(engine, requests, rng):
     return tokens
 
 
-@pytest.mark.parametrize("block_size", [16, 128])
-def test_random_requests_equal_the_baseline(block_size):
-    rng = random.Random(block_size)
-    requests = random_requests(rng)
+def test_random_requests_equal_the_baseline():
+    """With blocks of 16 tokens and of 64, of which hardly one is ever full."""
+    requests = random_requests(random.Random(3))
     origin = OriginEngine.build(EngineConfig.create(**SETTINGS, max_num_seqs=8))
-    expected = serve(origin, requests, rng)
+    expected = serve(origin, requests, random.Random(0))
     origin.shutdown()
-    config = EngineConfig.create(
-        **SETTINGS,
-        block_size=block_size,
-        num_blocks=320 // block_size + 2,
-        max_num_seqs=8,
-        max_num_batched_tokens=100,
-        debug_checks=True,
-    )
-    engine = ExtendedEngine.build(config)
-    assert serve(engine, requests, rng) == expected
-    ledger = engine.ledger
-    assert ledger.copied_tokens > 1000 and ledger.cached_tokens > ledger.copied_tokens
-    assert ledger.num_preemptions > 5
-    engine.shutdown()
+    for block_size, num_blocks in ((16, 22), (64, 7)):
+        config = EngineConfig.create(
+            **SETTINGS,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            max_num_seqs=8,
+            max_num_batched_tokens=100,
+            debug_checks=True,
+        )
+        engine = ExtendedEngine.build(config)
+        assert serve(engine, requests, random.Random(block_size)) == expected
+        ledger = engine.ledger
+        assert ledger.missed_evicted > 500 and ledger.copied_tokens > 500
+        assert ledger.cached_tokens > ledger.copied_tokens
+        engine.shutdown()
