@@ -372,6 +372,20 @@ def test_the_report_names_the_texts_at_which_prompts_part(llm):
     assert "' one' here, ' that' in request" in str(report)
 
 
+def test_a_pin_harms_no_request_called_pin(llm):
+    """The look-up of a pin went under the id "pin", and took that request's hashes away."""
+    ids = llm.get_tokenizer().encode("The river runs past the mill and the old school. " * 8)
+    expected = llm.generate(ids, GREEDY)[0].outputs[0].token_ids
+    engine = llm.engine
+    engine.add_request("pin", ids, GREEDY)
+    outputs = engine.step()
+    kept = engine.pin_prefix(ids[:40])
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+    assert outputs[-1].outputs[0].token_ids == expected
+    assert engine.unpin(kept.pin_id)
+
+
 def test_a_pinned_prompt_is_cached_until_it_is_unpinned(llm):
     llm.reset_prefix_cache()
     pin = llm.pin("The capital of a country is where its government sits. " * 8)

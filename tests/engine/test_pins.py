@@ -71,6 +71,20 @@ def test_a_pin_ends_with_its_time(monkeypatch):
     assert driver.scheduler.blocks_used == 0
 
 
+def test_a_pin_whose_time_is_over_is_gone_also_where_nothing_runs(monkeypatch):
+    """Its time was looked at in steps alone: it still counted, and unpin gave True."""
+    now = [100.0]
+    monkeypatch.setattr(pins_module.time, "perf_counter", lambda: now[0])
+    driver = Driver(num_blocks=16)
+    driver.generate("first", prompt_of(5 * B + 1), 1)
+    kept = [pin(driver, 2 * B, ttl=5), pin(driver, 5 * B, ttl=5)]
+    now[0] = 106.0
+    pin(driver, B)
+    assert driver.scheduler.kv.pins.num_blocks == 1
+    assert not any(driver.scheduler.unpin(one.pin_id) for one in kept)
+    driver.scheduler.check_invariants()
+
+
 def test_beyond_the_bound_is_refused_with_both_numbers_and_nothing_changes():
     driver = Driver(num_blocks=16, max_pinned_share=0.5)
     driver.generate("a", prompt_of(5 * B + 1), 1)

@@ -57,6 +57,7 @@ class Pins:
         Raises:
             InvalidRequestError: the bound would be passed; nothing is pinned then.
         """
+        self.expire()
         new = sum(block.block_id not in self._counts for block in blocks)
         if self.num_blocks + new > self.max_blocks:
             raise InvalidRequestError(

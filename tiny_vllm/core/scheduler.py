@@ -210,6 +210,7 @@ class Scheduler:
 
     def unpin(self, pin_id: int) -> bool:
         """Let go of a pin; False when there is none of this id (any more)."""
+        self.kv.pins.expire()
         return self.kv.pins.remove(pin_id)
 
     def check_invariants(self) -> None:

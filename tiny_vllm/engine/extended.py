@@ -4,6 +4,7 @@ Implements `protocol.Engine` over token ids; with a tokenizer it also produces t
 """
 
 import gc
+import uuid
 from collections.abc import Sequence
 
 import numpy as np
@@ -161,7 +162,7 @@ class ExtendedEngine:
         if ttl is not None and (type(ttl) not in (int, float) or not 0 < ttl < float("inf")):
             raise InvalidRequestError(f"ttl={ttl!r} must be a number of seconds above 0", "ttl")
         request = Request(
-            RequestId("pin"),
+            RequestId(f"pin {uuid.uuid4().hex}"),  # state is kept by id: none that is in use
             list(prompt_token_ids),
             SamplingParams(),
             1,
